@@ -1,0 +1,210 @@
+"""Every knob, declared once: name, default, bounds, and the docstring that is its ``--help``.
+
+Frozen dataclasses with vLLM's names. ``flags()`` lists the fields for the command line; ``validate()`` checks bounds.
+The only module that reads ``os.environ`` (paths, log level, debugging).
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import os
+import textwrap
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pagemill.errors import ConfigError
+
+__all__ = ["EngineConfig", "Flag", "ServerConfig", "cache_dir", "flags", "offline"]
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+"""The embedded default; see models/sources.py."""
+
+
+def knob(
+    default: Any, *, low: float | None = None, high: float | None = None, choices: tuple[str, ...] | None = None
+) -> Any:
+    """A field with its bounds (inclusive)."""
+    return field(default=default, metadata={"low": low, "high": high, "choices": choices})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How the model runs and how its memory is used."""
+
+    model: str = knob(DEFAULT_MODEL)
+    """Folder, .gguf file, hub id, or the embedded default."""
+    tokenizer: str | None = knob(None)
+    """Where the tokenizer is, when not with the model."""
+    revision: str | None = knob(None)
+    """Branch, tag or commit of a hub id."""
+    dtype: str = knob("auto", choices=("auto", "bfloat16", "float16", "float32"))
+    """Type of weights and activations. auto keeps what the file says (a quantised file keeps its integers)."""
+    quantization: str | None = knob(None, choices=("int8",))
+    """int8: turn the checkpoint into rotated int8 while loading; the fastest for many users on a CPU."""
+    device: str = knob("auto", choices=("auto", "cpu", "cuda"))
+    """Where the model runs. auto takes a GPU if there is one."""
+    kernels: str = knob("auto", choices=("auto", "native", "reference"))
+    """native: the C++ kernels; reference: PyTorch's own functions. auto takes native where it was built."""
+    num_threads: int | None = knob(None, low=1, high=1024)
+    """Threads of the CPU kernels. Default: the physical cores this process may use."""
+    seed: int = knob(0, low=0, high=2**63 - 1)
+    """Where requests without a seed draw theirs from."""
+    max_model_len: int | None = knob(None, low=1)
+    """Longest context in tokens. Default: the model's own, lowered (and said) when it does not fit in memory."""
+    block_size: int = knob(16, low=1, high=256)
+    """Tokens per KV block."""
+    kv_cache_dtype: str = knob("auto", choices=("auto", "bfloat16", "float16", "float32"))
+    """Type of cached keys and values. auto: float32 with float32 activations, else bfloat16."""
+    kv_cache_memory_bytes: int | None = knob(None, low=1)
+    """Memory of the KV cache in bytes. Default: planned from what the machine has."""
+    gpu_memory_utilization: float = knob(0.9, low=0.01, high=1.0)
+    """Share of the device's memory (RAM on a CPU) that weights, activations and KV cache may use together."""
+    num_gpu_blocks_override: int | None = knob(None, low=1)
+    """Exact number of KV blocks, for tests."""
+    max_num_seqs: int = knob(64, low=1, high=65536)
+    """Most requests in one step."""
+    max_num_batched_tokens: int = knob(2048, low=1, high=1 << 20)
+    """Most tokens in one step, prompts and decodes together."""
+    long_prefill_token_threshold: int = knob(0, low=0)
+    """Most prompt tokens of one request in one step; 0: no limit but the step's."""
+    enable_prefix_caching: bool = knob(True)
+    """Store common prefixes once."""
+    scheduling_policy: str = knob("fcfs", choices=("fcfs", "priority"))
+    """Who goes next: fcfs (first come), priority (lower value first, then first come)."""
+    max_logprobs: int = knob(20, low=0, high=20)
+    """Most logprobs a request may ask for."""
+    swap_space: float = knob(0.0, low=0.0)
+    """GiB of host memory behind the KV cache. Not used on a CPU, where KV is in host memory already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """How the HTTP server listens and what it lets in."""
+
+    host: str = knob("127.0.0.1")
+    """Address to listen on. 0.0.0.0 opens it to the network: set --api-key too."""
+    port: int = knob(8000, low=0, high=65535)
+    """Port to listen on; 0 takes a free one."""
+    served_model_name: str | None = knob(None)
+    """Name that clients use. Default: the model's own."""
+    api_key: tuple[str, ...] = knob(())
+    """Keys that clients must send as a bearer token. None: no key is asked for."""
+    chat_template: str | None = knob(None)
+    """A Jinja file (or the template itself) in place of the model's own."""
+    max_body_bytes: int = knob(4 * 1024 * 1024, low=1024)
+    """Largest request body."""
+    max_num_queued_reqs: int = knob(2048, low=1)
+    """Most requests waiting or running; one more is answered 429 with Retry-After."""
+    shutdown_timeout: float = knob(30.0, low=0.0)
+    """Seconds that open requests get to finish after SIGTERM."""
+    timeout_keep_alive: int = knob(120, low=1)
+    """Seconds an idle connection stays open; longer than proxies' so that they close first."""
+    log_level: str = knob("info", choices=("debug", "info", "warning", "error"))
+    """How much is logged. Prompts never are."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One field as a command-line flag."""
+
+    name: str
+    type: type
+    optional: bool
+    repeated: bool
+    default: Any
+    choices: tuple[str, ...] | None
+    help: str
+
+
+@functools.cache
+def _docstrings(cls: type) -> dict[str, str]:
+    """The string literal that follows each field."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    docs: dict[str, str] = {}
+    for here, after in zip(tree.body, tree.body[1:], strict=False):
+        if (
+            isinstance(here, ast.AnnAssign)
+            and isinstance(here.target, ast.Name)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+        ):
+            docs[here.target.id] = " ".join(str(after.value.value).split())
+    return docs
+
+
+def flags(cls: type) -> list[Flag]:
+    """The fields of a config class as flags, in order."""
+    hints = typing.get_type_hints(cls)
+    found = []
+    for item in dataclasses.fields(cls):
+        hint = hints[item.name]
+        parts = [part for part in typing.get_args(hint) if part is not type(None)]
+        repeated = typing.get_origin(hint) is tuple
+        optional = type(None) in typing.get_args(hint)
+        base = parts[0] if repeated or optional else hint
+        found.append(
+            Flag(
+                item.name, base, optional, repeated, item.default, item.metadata["choices"], _docstrings(cls)[item.name]
+            )
+        )
+    return found
+
+
+def validate(config: EngineConfig | ServerConfig) -> None:
+    """Raise :class:`ConfigError` for the first field of the wrong type or out of bounds."""
+    hints = typing.get_type_hints(type(config))
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        name = "--" + item.name.replace("_", "-")
+        if not _has_type(value, hints[item.name]):
+            raise ConfigError(f"{name}={value!r} has the wrong type; it must be {_type_name(hints[item.name])}")
+        if value is None:
+            continue
+        low, high, choices = item.metadata["low"], item.metadata["high"], item.metadata["choices"]
+        if choices is not None and value not in choices:
+            raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(choices)}")
+        if low is not None and value < low:
+            raise ConfigError(f"{name}={value} is too small; the least is {low:g}")
+        if high is not None and value > high:
+            raise ConfigError(f"{name}={value} is too large; the most is {high:g}")
+
+
+def _has_type(value: object, hint: Any) -> bool:
+    options = typing.get_args(hint) if typing.get_origin(hint) is not tuple else ()
+    if options:
+        return any(_has_type(value, option) for option in options)
+    if typing.get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(isinstance(part, str) for part in value)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _type_name(hint: Any) -> str:
+    return getattr(hint, "__name__", str(hint).replace("NoneType", "None"))
+
+
+def cache_dir() -> Path:
+    """Where fetched and converted weights are kept: $PAGEMILL_CACHE, else ~/.cache/pagemill."""
+    given = os.environ.get("PAGEMILL_CACHE")
+    if given:
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "pagemill"
+
+
+def offline() -> bool:
+    """Whether nothing may be fetched: HF_HUB_OFFLINE, the hub's own switch."""
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}
+
+
+def isa_override() -> str | None:
+    """PAGEMILL_ISA: the instruction set to use in place of the best one (debugging)."""
+    return os.environ.get("PAGEMILL_ISA") or None

@@ -1,0 +1,109 @@
+"""What crosses the core's borders: front -> core -> worker and back.
+
+Columns rather than lists of objects where a message is sent every step. A request's tokens and blocks are sent once,
+then only what is new (:class:`SchedulerOutput` is a diff). Nothing here knows text.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pagemill.params import FinishReason, SamplingParams
+
+__all__ = ["BlockCopy", "EngineOutput", "EngineRequest", "NewRow", "SchedulerOutput", "StepResult", "TokenLogprobs"]
+
+TokenLogprobs = list[tuple[int, float, int]]
+"""Candidates at one position as (token id, log probability, rank); the chosen token first, then the best ones."""
+
+
+class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Front -> core: one sequence to continue (``params.n`` is 1 here; the front fans out)."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    """Resolved: never None, never past the context length."""
+    arrival_time_s: float
+    eos_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+    """Lower goes first, as in vLLM."""
+    deadline_s: float | None = None
+    tenant: str = ""
+    cache_salt: str | None = None
+    """Requests share cached prefixes only with the same salt."""
+    bad_words_token_ids: list[list[int]] = []
+    seed: int = 0
+    """Resolved: the front draws one when the caller gave none."""
+
+
+class NewRow(msgspec.Struct, kw_only=True):
+    """Core -> worker: everything about a request that starts, or starts again after preemption."""
+
+    request_id: str
+    token_ids: list[int]
+    """Prompt, and for a resumed request what it had produced."""
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    block_ids: list[list[int]]
+    """Per kind of layer (KV cache group): all blocks so far."""
+    num_computed_tokens: int
+    eos_token_ids: tuple[int, ...] = ()
+    bad_words_token_ids: list[list[int]] = []
+
+
+class BlockCopy(msgspec.Struct, frozen=True):
+    """Copy a shared block before it is written; done before the forward pass."""
+
+    group: int
+    source: int
+    target: int
+
+
+class SchedulerOutput(msgspec.Struct, kw_only=True):
+    """Core -> worker: one step. The lists ``request_ids``, ``num_new_tokens``, ``new_block_ids`` are parallel.
+
+    Order of effects in the worker: drop ``finished_request_ids`` and ``preempted_request_ids``, add ``new_rows``,
+    append ``new_block_ids``, perform ``block_copies``, run the forward pass over the scheduled tokens.
+    """
+
+    step: int
+    request_ids: list[str]
+    num_new_tokens: list[int]
+    """Tokens to compute for each request in this step, >= 1."""
+    new_block_ids: list[list[list[int]] | None]
+    """Per request: per group, blocks to append (None: nothing new, also for rows in ``new_rows``)."""
+    new_rows: list[NewRow] = []
+    finished_request_ids: list[str] = []
+    preempted_request_ids: list[str] = []
+    block_copies: list[BlockCopy] = []
+    total_num_tokens: int = 0
+
+
+class StepResult(msgspec.Struct, kw_only=True):
+    """Worker -> core: what a step produced, parallel to ``SchedulerOutput.request_ids``."""
+
+    token_ids: list[list[int]]
+    """Sampled tokens per request; empty while a prompt is not yet wholly computed."""
+    logprobs: list[list[TokenLogprobs] | None] | None = None
+    """Per request, per sampled token; None where not asked for."""
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
+    """Request id -> for the prompt positions of this chunk, candidates of the NEXT prompt token."""
+    non_finite: list[str] = []
+    """Requests whose logits held NaN or infinity; they got no token."""
+
+
+class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Core -> front: what is new for one request."""
+
+    request_id: str
+    new_token_ids: list[int]
+    new_logprobs: list[TokenLogprobs] | None = None
+    new_prompt_logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+    error_status: int = 500
+    """HTTP status of ``error``."""

@@ -1,0 +1,1 @@
+"""Ops: a reference function each, and the implementations that are faster."""

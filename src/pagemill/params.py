@@ -1,0 +1,233 @@
+"""What a caller asks for and what it gets back: the value types of the public API.
+
+Owns the meaning and the bounds of every sampling parameter (vLLM's names). Must not import torch: these types cross
+process boundaries and are read by the pure core.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any, Self
+
+import msgspec
+
+from pagemill.errors import RequestError
+
+__all__ = ["CompletionOutput", "FinishReason", "Logprob", "RequestOutput", "SamplingParams"]
+
+MAX_LOGPROBS = 20
+MAX_N = 128
+MAX_SEED = 2**64 - 1
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended, in OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to choose tokens, and when to stop. Names, defaults and meanings are vLLM's.
+
+    Build one with :meth:`create` (or the constructor followed by :meth:`verify`) to have every bound checked;
+    :class:`~pagemill.errors.RequestError` names the parameter, the value and the limit.
+    """
+
+    n: int = 1
+    """Completions per prompt, 1 to 128. They share the prompt's KV blocks."""
+    temperature: float = 1.0
+    """Divides the logits. 0 is greedy; at most 2 over HTTP, any finite value >= 0 here."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probabilities sum to this, in (0, 1]. At least one is kept."""
+    top_k: int = 0
+    """Keep the k most probable tokens. 0 and -1 mean off."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as probable as the best one, in [0, 1]."""
+    repetition_penalty: float = 1.0
+    """Divides (multiplies, when negative) the logits of tokens in prompt or output; > 0."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logits of tokens in the output, -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Subtracted per occurrence in the output, -2 to 2."""
+    seed: int | None = None
+    """Keys the noise by (seed, position): same seed, same tokens, alone or batched. None draws a fresh one."""
+    max_tokens: int | None = 16
+    """Most output tokens. None: up to the context length."""
+    min_tokens: int = 0
+    """End-of-text and stop ids are suppressed before this many output tokens."""
+    ignore_eos: bool = False
+    """Generate past the end-of-text token."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the output; not part of it unless ``include_stop_str_in_output``."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the output."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string (or stop token's text) in the output."""
+    logit_bias: dict[int, float] = {}
+    """Added to these tokens' logits, each -100 to 100."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these tokens may be produced."""
+    bad_words: tuple[str, ...] = ()
+    """Strings that must not be produced."""
+    logprobs: int | None = None
+    """Report the chosen token's log probability and this many of the best, 0 to 20. Before any filter."""
+    prompt_logprobs: int | None = None
+    """The same for every prompt token after the first."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    spaces_between_special_tokens: bool = True
+    """Put spaces between special tokens that are shown (SentencePiece vocabularies only)."""
+    detokenize: bool = True
+    """Produce text. Off: token ids only; stop strings need it on."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only this many of the prompt's last tokens. Nothing is ever cut without it."""
+
+    @classmethod
+    def create(cls, **values: Any) -> Self:
+        """Build and verify. Lists become tuples; a lone stop string becomes a tuple of one."""
+        for name in ("stop", "bad_words"):
+            if isinstance(values.get(name), str):
+                values[name] = (values[name],)
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            if isinstance(values.get(name), list):
+                values[name] = tuple(values[name])
+            elif values.get(name, 0) is None and name != "allowed_token_ids":
+                values[name] = ()
+        if values.get("logit_bias", 0) is None:
+            values["logit_bias"] = {}
+        unknown = sorted(set(values) - set(cls.__struct_fields__))
+        if unknown:
+            raise RequestError(
+                f"unknown sampling parameter {unknown[0]!r}; known: {', '.join(cls.__struct_fields__)}",
+                param=unknown[0],
+            )
+        params = cls(**values)
+        params.verify()
+        return params
+
+    def verify(self) -> None:
+        """Raise :class:`RequestError` for the first parameter out of its bounds."""
+        for name, least, most in _INT_BOUNDS:
+            value = getattr(self, name)
+            if value is not None:
+                _check_int(name, value, least, most)
+        for name, low, high, open_low in _FLOAT_BOUNDS:
+            _check_float(name, getattr(self, name), low, high, open_low=open_low)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}", param="min_tokens"
+            )
+        self._verify_collections()
+
+    def _verify_collections(self) -> None:
+        for name in ("stop", "bad_words"):
+            for text in getattr(self, name):
+                if not isinstance(text, str) or not text:
+                    raise RequestError(f"{name} holds {text!r}; each entry must be a non-empty string", param=name)
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings need detokenize=True; use stop_token_ids instead", param="stop")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name) or ():
+                _check_int(name, token, 0, 2**31 - 1)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError(
+                "allowed_token_ids is empty; name at least one token or leave it out", param="allowed_token_ids"
+            )
+        for token, bias in self.logit_bias.items():
+            _check_int("logit_bias", token, 0, 2**31 - 1)
+            _check_float("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the best token is always taken."""
+        return self.temperature < MIN_TEMPERATURE
+
+
+MIN_TEMPERATURE = 1e-5
+"""Below this the softmax is one-hot in float32 for any logits a model produces; treated as greedy."""
+
+_INT_BOUNDS: Sequence[tuple[str, int, int]] = (
+    ("n", 1, MAX_N),
+    ("top_k", -1, 2**31 - 1),
+    ("seed", -(2**63), MAX_SEED),
+    ("max_tokens", 0, 2**31 - 1),
+    ("min_tokens", 0, 2**31 - 1),
+    ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
+    ("truncate_prompt_tokens", 1, 2**31 - 1),
+)
+_FLOAT_BOUNDS: Sequence[tuple[str, float, float, bool]] = (
+    ("temperature", 0.0, math.inf, False),
+    ("top_p", 0.0, 1.0, True),
+    ("min_p", 0.0, 1.0, False),
+    ("repetition_penalty", 0.0, math.inf, True),
+    ("presence_penalty", -2.0, 2.0, False),
+    ("frequency_penalty", -2.0, 2.0, False),
+)
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name}={value!r} must be an integer", param=name)
+    if not low <= value <= high:
+        raise RequestError(f"{name}={value} is out of range; it must be between {low} and {high}", param=name)
+
+
+def _check_float(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"{name}={value!r} must be a number", param=name)
+    below = value <= low if open_low else value < low
+    if below or value > high or not math.isfinite(value):
+        least = f"more than {low:g}" if open_low else f"at least {low:g}"
+        most = "finite" if math.isinf(high) else f"at most {high:g}"
+        raise RequestError(f"{name}={value} is out of range; it must be {least} and {most}", param=name)
+
+
+class Logprob(msgspec.Struct, frozen=True):
+    """One candidate at one position."""
+
+    logprob: float
+    """Natural log of the probability, before temperature and filters; -9999.0 stands for minus infinity."""
+    rank: int
+    """1 for the most probable token."""
+    decoded_token: str | None = None
+    """The token's own text."""
+
+
+class CompletionOutput(msgspec.Struct, kw_only=True):
+    """One of the ``n`` completions of a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    """Per output token: candidates by token id, the chosen one first."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop string or stop token id that ended it; None for end-of-text and length."""
+    error: str | None = None
+    """Why, where ``finish_reason`` is ``error``."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether no more tokens follow."""
+        return self.finish_reason is not None
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    """What has been produced for one prompt so far (a stream yields several; the last is ``finished``)."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV was found in the prefix cache."""
+    finished: bool = False
