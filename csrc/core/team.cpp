@@ -1,0 +1,221 @@
+#include "core/team.h"
+
+#include <pthread.h>
+
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+namespace pm {
+namespace detail {
+
+// Each counter has its own cache line: a rank that draws tickets must not slow one that waits at the barrier.
+struct alignas(64) Counter {
+  std::atomic<int64_t> value{0};
+};
+
+struct Shared {
+  explicit Shared(int n) : size(n) {}
+  static Team make_team(int rank, int size, Shared* shared) { return Team(rank, size, shared); }
+
+  const int size;
+  alignas(64) std::atomic<int> arrived{0};
+  alignas(64) std::atomic<uint32_t> generation{0};  // barriers completed since the region began
+  Counter tickets[Team::kSlots];
+  alignas(64) std::atomic<uint32_t> epoch{0};  // regions begun; workers wait for it to change
+  alignas(64) std::atomic<int> running{0};     // workers that have not finished the current region
+  void (*call)(Team&, void*) = nullptr;
+  void* arg = nullptr;
+  bool stop = false;
+};
+
+}  // namespace detail
+
+namespace {
+
+using detail::Shared;
+
+inline void cpu_pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Waits until done(): pauses first, and gives the core away when that takes long, because the rank waited for may be
+// runnable on this very core.
+template <class Done>
+void spin_until(Done done) {
+  for (int spins = 0; !done(); ++spins) {
+    if (spins < 2048) {
+      cpu_pause();
+    } else {
+      std::this_thread::yield();
+    }
+  }
+}
+
+class Pool {
+ public:
+  explicit Pool(int size) : shared_(size) {
+    for (int rank = 1; rank < size; ++rank) workers_.emplace_back([this, rank] { work(rank); });
+  }
+
+  ~Pool() {
+    shared_.stop = true;
+    shared_.epoch.fetch_add(1, std::memory_order_release);
+    shared_.epoch.notify_all();
+    for (auto& worker : workers_) worker.join();
+  }
+
+  int size() const { return shared_.size; }
+
+  void run(void (*call)(Team&, void*), void* arg) {
+    shared_.call = call;
+    shared_.arg = arg;
+    shared_.generation.store(0, std::memory_order_relaxed);
+    for (auto& ticket : shared_.tickets) ticket.value.store(0, std::memory_order_relaxed);
+    shared_.running.store(shared_.size - 1, std::memory_order_relaxed);
+    shared_.epoch.fetch_add(1, std::memory_order_release);
+    shared_.epoch.notify_all();  // a system call only if a worker is parked
+    Team team = Shared::make_team(0, shared_.size, &shared_);
+    call(team, arg);
+    spin_until([this] { return shared_.running.load(std::memory_order_acquire) == 0; });
+  }
+
+ private:
+  void work(int rank) {
+    in_region() = true;  // a region opened by a worker is nested by definition
+    uint32_t seen = 0;
+    for (;;) {
+      wait_for_region(seen);
+      seen = shared_.epoch.load(std::memory_order_acquire);
+      if (shared_.stop) return;
+      Team team = Shared::make_team(rank, shared_.size, &shared_);
+      shared_.call(team, shared_.arg);
+      shared_.running.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  void wait_for_region(uint32_t seen) {
+    const auto changed = [&] { return shared_.epoch.load(std::memory_order_acquire) != seen; };
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::microseconds(50);
+    while (std::chrono::steady_clock::now() < deadline) {
+      for (int i = 0; i < 32; ++i) {
+        if (changed()) return;
+        cpu_pause();
+      }
+    }
+    while (!changed()) shared_.epoch.wait(seen, std::memory_order_acquire);
+  }
+
+ public:
+  static bool& in_region() {
+    thread_local bool value = false;
+    return value;
+  }
+
+ private:
+  Shared shared_;
+  std::vector<std::thread> workers_;
+};
+
+struct Global {
+  std::mutex mutex;
+  std::unique_ptr<Pool> pool;
+  std::atomic<int> wanted{0};  // 0: not decided yet
+};
+
+// Never destroyed: a worker must not outlive what it waits on while the interpreter shuts down.
+Global* global_state = nullptr;
+
+Global& global() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    global_state = new Global;
+    // The child of a fork has none of the parent's threads, and perhaps a locked mutex: it starts afresh.
+    pthread_atfork(nullptr, nullptr, [] {
+      const int wanted = global_state->wanted.load();
+      global_state = new Global;
+      global_state->wanted.store(wanted);
+      Pool::in_region() = false;
+    });
+  });
+  return *global_state;
+}
+
+}  // namespace
+
+void Team::barrier() {
+  since_barrier_ = 0;
+  if (size_ == 1) return;
+  ++generation_;
+  if (shared_->arrived.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
+    shared_->arrived.store(0, std::memory_order_relaxed);
+    shared_->generation.store(generation_, std::memory_order_release);
+    return;
+  }
+  spin_until([this] { return shared_->generation.load(std::memory_order_acquire) == generation_; });
+}
+
+// Each for_each takes the next of kSlots counters. A counter only ever grows: one for_each over n tasks draws n + size
+// tickets from it (each rank stops at its first useless one), so all ranks know its value when it comes round again.
+// That holds as long as no rank is a whole round ahead of another, which the barrier here ensures.
+Team::Ticket Team::open_tickets(int64_t n) {
+  if (++since_barrier_ == kSlots) barrier();
+  Ticket ticket{&shared_->tickets[slot_].value, base_[slot_]};
+  base_[slot_] += n + size_;
+  slot_ = (slot_ + 1) % kSlots;
+  return ticket;
+}
+
+int64_t Team::draw(const Ticket& ticket) {
+  return ticket.counter->fetch_add(1, std::memory_order_relaxed) - ticket.base;
+}
+
+int num_threads() {
+  Global& state = global();
+  int wanted = state.wanted.load();
+  if (wanted == 0) {
+    wanted = usable_cores();
+    state.wanted.store(wanted);
+  }
+  return wanted;
+}
+
+void set_num_threads(int n) {
+  if (n < 1 || n > 256) throw std::invalid_argument("num_threads must be between 1 and 256");
+  if (Pool::in_region()) throw std::runtime_error("set_num_threads was called from within a parallel region");
+  Global& state = global();
+  std::lock_guard lock(state.mutex);
+  state.wanted.store(n);
+  state.pool.reset();
+}
+
+namespace detail {
+
+void run_region(void (*call)(Team&, void*), void* arg) {
+  bool& inside = Pool::in_region();
+  const int wanted = num_threads();
+  if (inside || wanted == 1) {
+    Team team = Shared::make_team(0, 1, nullptr);
+    call(team, arg);
+    return;
+  }
+  Global& state = global();
+  std::lock_guard lock(state.mutex);
+  if (!state.pool || state.pool->size() != wanted) {
+    state.pool.reset();
+    state.pool = std::make_unique<Pool>(wanted);
+  }
+  inside = true;
+  state.pool->run(call, arg);
+  inside = false;
+}
+
+}  // namespace detail
+}  // namespace pm

@@ -1,0 +1,93 @@
+// The thread pool: one for the process, owned by the library.
+//
+// `parallel(f)` runs f(Team&) on every rank at once; the caller is rank 0. A whole model step is one such region: ops
+// are functions `op(Team&, ...)` that every rank calls in the same order, with `team.barrier()` where one op reads what
+// another rank wrote. Workers spin briefly after a region, since the next step usually comes within microseconds, and
+// then park, so that an idle engine costs nothing and PyTorch's own threads are not disturbed.
+//
+// Work is handed out by tickets, so that a rank whose core was taken by another process delays only the task it holds.
+// Which rank ran a task must never show in a result.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+namespace pm {
+
+namespace detail {
+struct Shared;  // barrier and ticket counters of the pool
+}
+
+class Team {
+ public:
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+
+  // Every rank arrives before any leaves; what was written before it is visible after it.
+  void barrier();
+
+  // Runs f(task) for task = 0 .. n-1, each exactly once, on whichever rank draws it. No barrier before or after: a
+  // rank returns when no task is left to draw, while others may still run theirs. Every rank must make the same calls
+  // in the same order. A caller wants tasks of 1 µs or more, and several per rank.
+  template <class F>
+  void for_each(int64_t n, F&& f) {
+    if (size_ == 1) {
+      for (int64_t i = 0; i < n; ++i) f(i);
+      return;
+    }
+    const Ticket ticket = open_tickets(n);
+    for (int64_t i; (i = draw(ticket)) < n;) f(i);
+  }
+
+  // A static share of [0, n): [first, last) of this rank, in multiples of `align`. For work whose parts cost the same.
+  std::pair<int64_t, int64_t> share(int64_t n, int64_t align = 1) const {
+    const int64_t units = (n + align - 1) / align;
+    const int64_t first = units * rank_ / size_ * align, last = units * (rank_ + 1) / size_ * align;
+    return {first < n ? first : n, last < n ? last : n};
+  }
+
+ private:
+  friend struct detail::Shared;
+  static constexpr int kSlots = 16;
+  struct Ticket {
+    std::atomic<int64_t>* counter;
+    int64_t base;
+  };
+
+  Team(int rank, int size, detail::Shared* shared) : rank_(rank), size_(size), shared_(shared) {}
+  Ticket open_tickets(int64_t n);
+  // Out of line: this header is read by *.isa.cpp files, where an inline copy could be built for the wrong CPU.
+  static int64_t draw(const Ticket& ticket);
+
+  int rank_;
+  int size_;
+  detail::Shared* shared_;
+  uint32_t generation_ = 0;         // barriers passed
+  int slot_ = 0;                    // ticket counter of the next for_each
+  int since_barrier_ = 0;           // for_each calls since the last barrier
+  int64_t base_[kSlots] = {};       // each counter's value when its next for_each opens
+};
+
+// How many ranks a region gets.
+int num_threads();
+// 1 <= n <= 256; the pool is rebuilt. Not to be called from within a region.
+void set_num_threads(int n);
+// Physical cores that affinity and the cgroup's CPU quota leave to this process; the default of num_threads().
+int usable_cores();
+
+namespace detail {
+void run_region(void (*call)(Team&, void*), void* arg);
+}
+
+// Runs f(Team&) on all ranks and returns when all are done. A region opened inside a region runs on one rank. Regions
+// opened by different threads queue. `f` must not throw.
+template <class F>
+void parallel(F&& f) {
+  using Fn = std::remove_reference_t<F>;
+  detail::run_region([](Team& team, void* p) { (*static_cast<Fn*>(p))(team); },
+                     const_cast<void*>(static_cast<const void*>(&f)));
+}
+
+}  // namespace pm

@@ -1,0 +1,1 @@
+namespace pm::PM_ISA {}
