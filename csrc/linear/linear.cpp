@@ -1,0 +1,51 @@
+#include "linear/linear.h"
+
+#include "core/isa.h"
+#include "linear/table.h"
+
+namespace pm {
+
+PM_DEFINE_PICK(LinearTable, linear)
+
+int64_t activation_row_bytes(ActKind kind, int64_t k) {
+  const auto padded = [](int64_t bytes) { return (bytes + 63) / 64 * 64; };
+  switch (kind) {
+    case ActKind::f32: return padded(k * 4);
+    case ActKind::bf16: return padded(k * 2);
+    case ActKind::i8_token: return kTokenHead + padded(k);
+    case ActKind::i8_group: return padded((k + kActGroup - 1) / kActGroup * static_cast<int64_t>(sizeof(GroupRecord)));
+  }
+  return 0;
+}
+
+ActKind activation_kind(const PackedLinear& w) {
+  switch (w.kind) {
+    case WeightKind::f32: return ActKind::f32;
+    case WeightKind::bf16: return current_isa() == Isa::avx512bf16 ? ActKind::bf16 : ActKind::f32;
+    case WeightKind::int8: return ActKind::i8_token;
+    case WeightKind::group4:
+    case WeightKind::group8: return ActKind::i8_group;
+  }
+  return ActKind::f32;
+}
+
+void prepare_rows(Team& team, const float* src, int64_t ld, const int32_t* indices, const Activation& x) {
+  const auto prepare = pick_linear().prepare_row;
+  // Rows per ticket: about 16 KiB of input, so that short rows do not spend their time drawing.
+  const int64_t chunk = 1 + 4096 / (x.k + 1);
+  team.for_each((x.rows + chunk - 1) / chunk, [&](int64_t task) {
+    const int64_t first = task * chunk, last = first + chunk < x.rows ? first + chunk : x.rows;
+    for (int64_t i = first; i < last; ++i) {
+      prepare(x.kind, src + (indices != nullptr ? indices[i] : i) * ld, x.k, x.row(i));
+    }
+  });
+}
+
+void hadamard_rows(Team& team, float* x, int64_t rows, int64_t ld, int64_t k, int64_t block) {
+  const auto hadamard = pick_linear().hadamard_row;
+  team.for_each(rows, [&](int64_t i) { hadamard(x + i * ld, k, block); });
+}
+
+void linear_run(Team& team, const LinearArgs& args) { pick_linear().run(team, args); }
+
+}  // namespace pm
