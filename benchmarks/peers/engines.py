@@ -20,7 +20,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Peer", "install_llama_cpp", "install_vllm", "llama_cpp", "pagemill", "running", "vllm"]
+__all__ = [
+    "Peer",
+    "free_port",
+    "hugging_face_folder",
+    "install_llama_cpp",
+    "install_vllm",
+    "llama_cpp",
+    "pagemill",
+    "requantized",
+    "running",
+    "vllm",
+]
 
 BUILD = Path(__file__).parent / "build"
 LLAMA_SDIST = "llama-cpp-python==0.3.36"
@@ -88,6 +99,26 @@ def _vllm_requirements(python: Path) -> list[str]:
     skipped = ("torch", "torchvision", "torchaudio", "torchcodec")
     plain = (line for line in listed if "extra ==" not in line)
     return [line for line in plain if line.split(";")[0].split("=")[0].strip(" <>~!") not in skipped]
+
+
+def requantized(binaries: Path, gguf: Path, kind: str) -> Path:
+    """The file's weights as another GGUF type (from its dequantised values)."""
+    target = BUILD / f"{gguf.name.split('.')[0]}.{kind}.gguf"
+    if not target.exists():
+        _run(binaries / "llama-quantize", "--allow-requantize", gguf, target, kind)
+    return target
+
+
+def hugging_face_folder(gguf: Path) -> Path:
+    """The file's weights as a bfloat16 safetensors folder, for engines that read no GGUF."""
+    folder = BUILD / f"{gguf.name.split('.')[0]}-bf16"
+    if not (folder / "config.json").exists():
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+        AutoModelForCausalLM.from_pretrained(**place, dtype="bfloat16").save_pretrained(folder)
+        AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
+    return folder
 
 
 def free_port() -> int:
