@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from pagemill.models.sources import resolve_source
+from pagemill.models.tokenizer import load_tokenizer
 from peers import engines
 
 from pagemill.bench import client, report, workloads
-from pagemill.models.sources import resolve_source
-from pagemill.models.tokenizer import load_tokenizer
 
 COLUMNS = {
     "w1 tok/s": ("w1", "output_tokens_per_s"),
