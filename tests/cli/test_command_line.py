@@ -1,0 +1,117 @@
+"""The command line's conventions: instant help, one-line errors, exit codes, flags from the config."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from pagemill.cli import VERBS, main
+from pagemill.cli.arguments import Parser, UsageError, add_config_flags, config_from, human_int
+from pagemill.config import EngineConfig, ServerConfig, flags
+from pagemill.errors import ConfigError
+
+
+def parse(*words: str) -> tuple[EngineConfig, ServerConfig]:
+    parser = Parser(prog="pagemill test")
+    add_config_flags(parser, EngineConfig)
+    add_config_flags(parser, ServerConfig)
+    args = parser.parse_args(list(words))
+    return config_from(args, EngineConfig), config_from(args, ServerConfig)
+
+
+def test_no_words_print_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(verb.name in shown and verb.summary in shown for verb in VERBS)
+
+
+def test_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("pagemill ")
+
+
+def test_an_unknown_verb_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sreve"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert "'sreve'" in shown
+    assert "serve" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["serve", "--port", "x"], "not a whole number"),
+        (["serve", "--port", "70000"], "65535"),
+        (["serve", "--dtype", "int3"], "bfloat16"),
+        (["serve", "--no-such-flag"], "--no-such-flag"),
+        (["serve", "--max-num-seqs", "0"], "max-num-seqs"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_and_exit_code_2(
+    words: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert part in shown
+
+
+def test_every_field_is_a_flag_and_no_flag_means_its_default() -> None:
+    engine, server = parse()
+    assert engine == EngineConfig()
+    assert server == ServerConfig()
+
+
+def test_flags_reach_their_fields() -> None:
+    engine, server = parse(
+        "some/folder", "--max-model-len", "4K", "--no-enable-prefix-caching", "--api-key", "a", "b", "--port", "0"
+    )
+    assert engine.model == "some/folder"
+    assert engine.max_model_len == 4096
+    assert engine.enable_prefix_caching is False
+    assert server.api_key == ("a", "b")
+    assert server.port == 0
+
+
+def test_model_may_be_a_flag() -> None:
+    engine, _ = parse("--model", "some.gguf")
+    assert engine.model == "some.gguf"
+
+
+def test_a_value_out_of_bounds_names_the_flag_and_the_limit() -> None:
+    with pytest.raises(ConfigError, match=r"--block-size.*256"):
+        parse("--block-size", "999")
+
+
+def test_flags_are_never_abbreviated() -> None:
+    with pytest.raises(UsageError):
+        parse("--max-num-s", "3")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("7", 7), ("4k", 4000), ("4K", 4096), ("1.5G", 3 << 29), ("2m", 2_000_000)]
+)
+def test_human_sizes_read_as_in_vllm(text: str, value: int) -> None:
+    assert human_int(text) == value
+
+
+def test_help_shows_each_fields_docstring(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["serve", "--help"])
+    assert stop.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for flag in [*flags(EngineConfig), *flags(ServerConfig)]:
+        assert "--" + flag.name.replace("_", "-") in shown
+        assert " ".join(flag.help.split())[:24] in shown
+
+
+def test_help_imports_neither_torch_nor_http() -> None:
+    code = (
+        "import sys; from pagemill.cli import main; main(['--help']);"
+        "print([m for m in ('torch', 'fastapi', 'pydantic', 'zmq', 'numpy') if m in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.strip().endswith("[]")
