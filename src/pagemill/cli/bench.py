@@ -36,7 +36,6 @@ def add_parser(subparsers: Any) -> None:
     serve.add_argument("--model", default=None, help="name to ask for (default: the first one it lists)")
     serve.add_argument("--tokenizer", default="smollm2-135m-instruct", help="model whose tokenizer makes the prompts")
     serve.add_argument("--api-key", default=None, help="bearer token")
-    parser.set_defaults(run=run)
 
 
 def _add_common(parser: argparse.ArgumentParser, work: str) -> None:
@@ -52,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from pagemill.bench import report
 
     results = _serve(args) if args.mode == "serve" else _offline(args)
-    settings = {name: str(value) for name, value in vars(args).items() if name not in {"run", "json", "api_key"}}
+    settings = {name: str(value) for name, value in vars(args).items() if name not in {"json", "api_key"}}
     document = report.write(args.json, f"bench {args.mode}", settings, results)
     print(json.dumps({"kind": document["kind"], "medians": {n: r["median"] for n, r in results.items()}}, indent=1))
     failed = sum(one.get("errors", 0) for result in results.values() for one in result["repetitions"])
