@@ -1,0 +1,167 @@
+// Sixteen float lanes on AVX2 with FMA: two registers each. See isa/lanes_avx512.h for the contract.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace pm::PM_ISA {
+
+constexpr int kMaxRows = 4;  // 4 x 1 blocks: 8 accumulators, 4 widened keys, 2 broadcasts of 16 registers
+constexpr int kMaxCols = 1;
+
+struct F16 {
+  __m256 lo, hi;
+};
+struct W16 {
+  __m256i lo, hi;
+};
+using Mask = uint16_t;
+
+#define PM_INLINE [[gnu::always_inline]] static inline
+
+PM_INLINE __m256i mask_lanes(uint32_t m) {  // all bits of lane i from bit i, i < 8
+  const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(static_cast<int>(m)), bit), bit);
+}
+PM_INLINE F16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+PM_INLINE F16 set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+PM_INLINE F16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+PM_INLINE F16 load(const float* p, Mask m) {
+  return {_mm256_maskload_ps(p, mask_lanes(m)), _mm256_maskload_ps(p + 8, mask_lanes(m >> 8))};
+}
+PM_INLINE void store(float* p, F16 x) {
+  _mm256_storeu_ps(p, x.lo);
+  _mm256_storeu_ps(p + 8, x.hi);
+}
+PM_INLINE void store(float* p, F16 x, Mask m) {
+  _mm256_maskstore_ps(p, mask_lanes(m), x.lo);
+  _mm256_maskstore_ps(p + 8, mask_lanes(m >> 8), x.hi);
+}
+PM_INLINE F16 add(F16 a, F16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+PM_INLINE F16 sub(F16 a, F16 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+PM_INLINE F16 mul(F16 a, F16 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+PM_INLINE F16 div(F16 a, F16 b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+PM_INLINE F16 fma(F16 a, F16 b, F16 c) {
+  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+PM_INLINE F16 fnma(F16 a, F16 b, F16 c) {
+  return {_mm256_fnmadd_ps(a.lo, b.lo, c.lo), _mm256_fnmadd_ps(a.hi, b.hi, c.hi)};
+}
+PM_INLINE F16 max(F16 a, F16 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+PM_INLINE F16 min(F16 a, F16 b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+PM_INLINE F16 abs(F16 a) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
+}
+PM_INLINE float hsum(F16 a) {
+  const __m256 s = _mm256_add_ps(a.lo, a.hi);
+  __m128 q = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(q, _mm_shuffle_ps(q, q, 1)));
+}
+PM_INLINE float hmax(F16 a) {
+  const __m256 s = _mm256_max_ps(a.lo, a.hi);
+  __m128 q = _mm_max_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+  q = _mm_max_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_max_ss(q, _mm_shuffle_ps(q, q, 1)));
+}
+PM_INLINE F16 select(Mask m, F16 yes, F16 no) {
+  return {_mm256_blendv_ps(no.lo, yes.lo, _mm256_castsi256_ps(mask_lanes(m))),
+          _mm256_blendv_ps(no.hi, yes.hi, _mm256_castsi256_ps(mask_lanes(m >> 8)))};
+}
+PM_INLINE F16 zero_unless(Mask m, F16 a) {
+  return {_mm256_and_ps(a.lo, _mm256_castsi256_ps(mask_lanes(m))),
+          _mm256_and_ps(a.hi, _mm256_castsi256_ps(mask_lanes(m >> 8)))};
+}
+PM_INLINE Mask join(__m256 lo, __m256 hi) {
+  return static_cast<Mask>(_mm256_movemask_ps(lo) | _mm256_movemask_ps(hi) << 8);
+}
+PM_INLINE Mask greater(F16 a, F16 b) {
+  return join(_mm256_cmp_ps(a.lo, b.lo, _CMP_GT_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_GT_OQ));
+}
+PM_INLINE Mask greater_equal(F16 a, F16 b) {
+  return join(_mm256_cmp_ps(a.lo, b.lo, _CMP_GE_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_GE_OQ));
+}
+PM_INLINE Mask finite(F16 a) {  // x - x is 0 for finite x alone
+  const F16 d = sub(a, a);
+  return join(_mm256_cmp_ps(d.lo, d.lo, _CMP_ORD_Q), _mm256_cmp_ps(d.hi, d.hi, _CMP_ORD_Q));
+}
+PM_INLINE F16 round(F16 a) {
+  constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(a.lo, mode), _mm256_round_ps(a.hi, mode)};
+}
+PM_INLINE __m256 scale2(__m256 a, __m256 n) {  // in two halves, so that n < -126 underflows instead of wrapping
+  const __m256i e = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(e, 1), rest = _mm256_sub_epi32(e, half);
+  const __m256i bias = _mm256_set1_epi32(127);
+  a = _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23)));
+  return _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23)));
+}
+PM_INLINE F16 scale2(F16 a, F16 n) { return {scale2(a.lo, n.lo), scale2(a.hi, n.hi)}; }
+
+PM_INLINE W16 load_words(const uint32_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
+}
+PM_INLINE __m256 widen(const uint16_t* p) {
+  const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+PM_INLINE F16 load_bf16(const uint16_t* p) { return {widen(p), widen(p + 8)}; }
+PM_INLINE __m256i round_to_bf16(__m256 a) {  // nearest even in the high half of each word; NaN stays NaN
+  const __m256i x = _mm256_castps_si256(a);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(x, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(x, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i quiet = _mm256_or_si256(x, _mm256_set1_epi32(0x400000));
+  const __m256 nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
+  return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(nan)), 16);
+}
+PM_INLINE void store_bf16(uint16_t* p, F16 a) {
+  const __m256i packed = _mm256_packus_epi32(round_to_bf16(a.lo), round_to_bf16(a.hi));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+PM_INLINE void store_bf16(uint16_t* p, F16 a, Mask m) {
+  uint16_t all[16];
+  store_bf16(all, a);
+  for (int i = 0; i < 16; ++i)
+    if (m >> i & 1) p[i] = all[i];
+}
+PM_INLINE W16 low_halves(W16 a) {
+  const __m256i keep = _mm256_set1_epi32(0xffff);
+  return {_mm256_and_si256(a.lo, keep), _mm256_and_si256(a.hi, keep)};
+}
+
+struct Bf16Word {
+  __m256 even, odd;
+};
+struct F32Word {
+  __m256 value;
+};
+PM_INLINE __m256 even_of(__m256i w) { return _mm256_castsi256_ps(_mm256_slli_epi32(w, 16)); }
+PM_INLINE __m256 odd_of(__m256i w) {
+  return _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+PM_INLINE Bf16Word broadcast(const uint32_t* p, Bf16Word) {
+  const __m256i w = _mm256_set1_epi32(static_cast<int>(*p));
+  return {even_of(w), odd_of(w)};
+}
+PM_INLINE F32Word broadcast(const uint32_t* p, F32Word) {
+  float x;
+  __builtin_memcpy(&x, p, 4);
+  return {_mm256_set1_ps(x)};
+}
+PM_INLINE F16 dot(F16 acc, W16 w, Bf16Word b) {
+  acc.lo = _mm256_fmadd_ps(even_of(w.lo), b.even, acc.lo);
+  acc.hi = _mm256_fmadd_ps(even_of(w.hi), b.even, acc.hi);
+  acc.lo = _mm256_fmadd_ps(odd_of(w.lo), b.odd, acc.lo);
+  acc.hi = _mm256_fmadd_ps(odd_of(w.hi), b.odd, acc.hi);
+  return acc;
+}
+PM_INLINE F16 dot(F16 acc, W16 w, F32Word b) {
+  return {_mm256_fmadd_ps(_mm256_castsi256_ps(w.lo), b.value, acc.lo),
+          _mm256_fmadd_ps(_mm256_castsi256_ps(w.hi), b.value, acc.hi)};
+}
+
+PM_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+}  // namespace pm::PM_ISA

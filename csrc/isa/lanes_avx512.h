@@ -1,0 +1,121 @@
+// Sixteen float lanes on AVX-512, with or without BF16. One of three headers with the same names (avx512, avx2, portable);
+// row kernels are written once against them and compiled once per instruction set. Include isa/lanes.h.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace pm::PM_ISA {
+
+// Register blocks of the attention kernel: rows x key groups must fit 32 registers with their operands.
+#ifdef __AVX512BF16__
+constexpr int kMaxRows = 6;
+constexpr int kMaxCols = 4;
+#else  // bf16 keys are widened: two registers each, and two for the broadcast
+constexpr int kMaxRows = 6;
+constexpr int kMaxCols = 3;
+#endif
+
+using F16 = __m512;    // 16 floats
+using W16 = __m512i;   // 16 words: a pair of bf16 or one float each
+using Mask = uint16_t; // bit i: lane i
+
+#define PM_INLINE [[gnu::always_inline]] static inline
+
+PM_INLINE F16 zero() { return _mm512_setzero_ps(); }
+PM_INLINE F16 set1(float x) { return _mm512_set1_ps(x); }
+PM_INLINE F16 load(const float* p) { return _mm512_loadu_ps(p); }
+PM_INLINE F16 load(const float* p, Mask m) { return _mm512_maskz_loadu_ps(m, p); }
+PM_INLINE void store(float* p, F16 x) { _mm512_storeu_ps(p, x); }
+PM_INLINE void store(float* p, F16 x, Mask m) { _mm512_mask_storeu_ps(p, m, x); }
+PM_INLINE F16 add(F16 a, F16 b) { return _mm512_add_ps(a, b); }
+PM_INLINE F16 sub(F16 a, F16 b) { return _mm512_sub_ps(a, b); }
+PM_INLINE F16 mul(F16 a, F16 b) { return _mm512_mul_ps(a, b); }
+PM_INLINE F16 div(F16 a, F16 b) { return _mm512_div_ps(a, b); }
+PM_INLINE F16 fma(F16 a, F16 b, F16 c) { return _mm512_fmadd_ps(a, b, c); }
+PM_INLINE F16 fnma(F16 a, F16 b, F16 c) { return _mm512_fnmadd_ps(a, b, c); }
+// The second operand wins when either is NaN, so max(bound, x) passes a NaN in x on.
+PM_INLINE F16 max(F16 a, F16 b) { return _mm512_max_ps(a, b); }
+PM_INLINE F16 min(F16 a, F16 b) { return _mm512_min_ps(a, b); }
+PM_INLINE F16 abs(F16 a) { return _mm512_abs_ps(a); }
+PM_INLINE float hsum(F16 a) { return _mm512_reduce_add_ps(a); }
+PM_INLINE float hmax(F16 a) { return _mm512_reduce_max_ps(a); }
+PM_INLINE F16 select(Mask m, F16 yes, F16 no) { return _mm512_mask_blend_ps(m, no, yes); }
+PM_INLINE F16 zero_unless(Mask m, F16 a) { return _mm512_maskz_mov_ps(m, a); }
+PM_INLINE Mask greater(F16 a, F16 b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+PM_INLINE Mask greater_equal(F16 a, F16 b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+PM_INLINE Mask finite(F16 a) { return static_cast<Mask>(~_mm512_fpclass_ps_mask(a, 0x99)); }
+PM_INLINE F16 round(F16 a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// a * 2^n for integral n >= -150.
+PM_INLINE F16 scale2(F16 a, F16 n) { return _mm512_scalef_ps(a, n); }
+
+PM_INLINE W16 load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
+PM_INLINE F16 load_bf16(const uint16_t* p) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+#ifdef __AVX512BF16__
+PM_INLINE __m256i to_bf16(F16 a) {
+  const __m256bh packed = _mm512_cvtneps_pbh(a);
+  __m256i bits;
+  __builtin_memcpy(&bits, &packed, sizeof bits);
+  return bits;
+}
+#else
+PM_INLINE __m256i to_bf16(F16 a) {  // nearest even; NaN stays NaN
+  const __m512i x = _mm512_castps_si512(a);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(x, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(x, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __m512i quiet = _mm512_or_si512(x, _mm512_set1_epi32(0x400000));
+  const __m512i kept = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), rounded, quiet);
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16));
+}
+#endif
+PM_INLINE void store_bf16(uint16_t* p, F16 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bf16(a)); }
+PM_INLINE void store_bf16(uint16_t* p, F16 a, Mask m) { _mm256_mask_storeu_epi16(p, m, to_bf16(a)); }
+PM_INLINE W16 low_halves(W16 a) { return _mm512_maskz_mov_epi16(0x55555555u, a); }
+
+// One word of a query or probability row, in every lane, and acc + word * w per lane: two products for a pair of bf16,
+// one for a float.
+struct F32Word {
+  __m512 value;
+};
+PM_INLINE F32Word broadcast(const uint32_t* p, F32Word) {
+  float x;
+  __builtin_memcpy(&x, p, 4);
+  return {_mm512_set1_ps(x)};
+}
+PM_INLINE F16 dot(F16 acc, W16 w, F32Word b) { return _mm512_fmadd_ps(_mm512_castsi512_ps(w), b.value, acc); }
+
+#ifdef __AVX512BF16__
+struct Bf16Word {
+  __m512i bits;
+};
+PM_INLINE Bf16Word broadcast(const uint32_t* p, Bf16Word) { return {_mm512_set1_epi32(static_cast<int>(*p))}; }
+PM_INLINE F16 dot(F16 acc, W16 w, Bf16Word b) {
+  __m512bh x, y;
+  __builtin_memcpy(&x, &w, sizeof x);
+  __builtin_memcpy(&y, &b.bits, sizeof y);
+  return _mm512_dpbf16_ps(acc, x, y);
+}
+#else
+struct Bf16Word {
+  __m512 even, odd;
+};
+PM_INLINE F16 even_of(W16 w) { return _mm512_castsi512_ps(_mm512_slli_epi32(w, 16)); }
+PM_INLINE F16 odd_of(W16 w) {
+  return _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+PM_INLINE Bf16Word broadcast(const uint32_t* p, Bf16Word) {
+  const __m512i w = _mm512_set1_epi32(static_cast<int>(*p));
+  return {even_of(w), odd_of(w)};
+}
+PM_INLINE F16 dot(F16 acc, W16 w, Bf16Word b) {
+  return _mm512_fmadd_ps(odd_of(w), b.odd, _mm512_fmadd_ps(even_of(w), b.even, acc));
+}
+#endif
+
+PM_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+}  // namespace pm::PM_ISA

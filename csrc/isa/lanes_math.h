@@ -1,0 +1,42 @@
+// exp2, exp, tanh and masks on the sixteen lanes of isa/lanes.h. Errors are bounds measured over the whole range by
+// tests/kernels/test_ops.py.
+#pragma once
+
+#include "isa/lanes.h"
+
+namespace pm::PM_ISA {
+
+// The lanes below n: a row's tail.
+PM_INLINE Mask tail_mask(int64_t n) { return static_cast<Mask>(n >= 16 ? 0xffffu : (1u << n) - 1); }
+
+// 2^x, relative error < 2e-7 for x in [-125, 127]; 0 below -150, NaN stays. Split x = n + f with |f| <= 1/2; 2^f by
+// the polynomial of degree 5 with the least relative error among those with exp2(0) = 1 exactly: merging a tile that
+// holds nothing for a row must leave the row's bits alone.
+PM_INLINE F16 exp2(F16 x) {
+  x = max(set1(-150.0f), x);
+  const F16 n = round(x), f = sub(x, n);
+  F16 p = set1(1.3264727208e-03f);
+  p = fma(p, f, set1(9.6715127399e-03f));
+  p = fma(p, f, set1(5.5507337442e-02f));
+  p = fma(p, f, set1(2.4022242084e-01f));
+  p = fma(p, f, set1(6.9314697760e-01f));
+  p = fma(p, f, set1(1.0f));
+  return scale2(p, n);
+}
+
+PM_INLINE float exp2_scalar(float x) {
+  float r[16];
+  store(r, exp2(set1(x)));
+  return r[0];
+}
+
+// e^x; x log2(e) is rounded once, so the relative error grows with |x|: < 3e-7 + 1e-7 |x|.
+PM_INLINE F16 exp(F16 x) { return exp2(mul(x, set1(1.4426950408889634f))); }
+
+// 1 - 2 / (e^2x + 1): absolute error < 3e-7.
+PM_INLINE F16 tanh(F16 x) {
+  const F16 e = exp2(min(set1(60.0f), mul(x, set1(2.8853900817779268f))));
+  return sub(set1(1.0f), div(set1(2.0f), add(e, set1(1.0f))));
+}
+
+}  // namespace pm::PM_ISA

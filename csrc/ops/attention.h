@@ -1,0 +1,81 @@
+// Paged attention: what a step and a layer look like to the kernel, and how the work is cut.
+//
+// KV layout. The cache of a layer is [num_blocks][block_bytes]; inside a block, in words of 32 bits,
+//   [kv_head][block_size / 16] groups of 16 tokens, each
+//     keys    [key_steps][16]          a word holds a bf16 pair (d, d + 1) or one float d of one token
+//     values  [value_steps][padded]    a word holds the bf16 pair of tokens (2 s, 2 s + 1) or one float of token s, at d
+// with key_steps = head_dim / 2 or head_dim, value_steps = 8 or 16, padded = head_dim rounded up to 16. A score register
+// thus holds 16 keys of one query, an output register 16 dimensions, and no lane is ever summed across.
+//
+// Exactness. A query's keys are walked in tiles of 256 positions aligned to position 0. Each tile alone yields a maximum,
+// a sum and an output; they are merged in order of position. So chunks, neighbours, threads and physical blocks cannot
+// change a bit, and a long context may be cut at any tile.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace pm {
+
+enum class KvType : int32_t { kBf16 = 0, kF32 = 1 };
+
+constexpr int kGroup = 16;  // tokens of one group
+constexpr int kTile = 256;  // positions of one tile
+constexpr int kTileRows = 24;  // (query, head) rows of one work item; 4 x 6, 6 x 4 and 12 x 2 blocks fill it
+
+struct AttentionLayer {
+  KvType type;
+  int block_size;  // tokens, a multiple of 16
+  int num_heads, num_kv_heads, head_dim;
+  float scale;    // > 0
+  int window;     // a query sees this many positions, itself included; 0: all
+  float softcap;  // 0: none
+
+  int group_heads() const { return num_heads / num_kv_heads; }
+  int padded_dim() const { return (head_dim + 15) / 16 * 16; }
+  int key_steps() const { return type == KvType::kBf16 ? (head_dim + 1) / 2 : head_dim; }
+  int value_steps() const { return type == KvType::kBf16 ? kGroup / 2 : kGroup; }
+  int64_t group_words() const { return int64_t{kGroup} * key_steps() + int64_t{value_steps()} * padded_dim(); }
+  int64_t head_words() const { return group_words() * (block_size / kGroup); }
+  int64_t block_bytes() const { return head_words() * num_kv_heads * 4; }
+};
+
+// The rows of a step, in the order of their queries. Plain arrays, owned by the caller.
+struct AttentionBatch {
+  int num_requests = 0;
+  const int32_t* query_start = nullptr;   // [num_requests + 1]
+  const int32_t* context_lens = nullptr;  // [num_requests], the new tokens included
+  const int32_t* block_tables = nullptr;  // [num_requests][table_stride]
+  int64_t table_stride = 0;
+};
+
+struct AttentionItem {
+  int32_t request, kv_head;
+  int32_t row_begin, row_count;    // rows of (query, head of the group), query-major; at most kTileRows
+  int32_t tile_begin, tile_count;  // tiles to walk
+  int32_t partial;                 // -1: write the output; else the first of tile_count slots, merged afterwards
+};
+
+// Floats one thread needs, and floats one partial slot takes.
+int64_t attention_scratch_floats(const AttentionLayer& layer);
+int64_t attention_partial_floats(const AttentionLayer& layer);
+
+struct AttentionCall {
+  const AttentionLayer* layer;
+  const AttentionBatch* batch;
+  const uint8_t* cache;  // [num_blocks][block_bytes]
+  const float* query;    // [num_tokens][query_stride], head h at h * head_dim
+  int64_t query_stride;
+  float* out;  // [num_tokens][out_stride]
+  int64_t out_stride;
+  float* partials;  // [num_partials][attention_partial_floats]
+};
+
+// What each instruction set provides. `memory`: attention_scratch_floats() floats of this thread alone.
+struct AttentionTable {
+  void (*item)(const AttentionCall&, const AttentionItem&, float* memory);
+  void (*merge)(const AttentionCall&, const AttentionItem&, float* memory);
+};
+const AttentionTable& pick_attention();
+
+}  // namespace pm

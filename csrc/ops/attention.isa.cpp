@@ -1,0 +1,324 @@
+// The attention main loops. See ops/attention.h for the layout and the order of the arithmetic.
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "isa/lanes_math.h"
+#include "ops/attention.h"
+
+namespace pm::PM_ISA {
+namespace {
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kMinusInf = -__builtin_inff();
+constexpr int kTileGroups = kTile / kGroup;
+
+// Scores of R rows against 16 G keys: s[r][16 g + lane] = sum over steps of q[r][step] * k[g][step][lane].
+// Pack expansions instead of loops: GCC 12 keeps only constant-indexed accumulators in registers.
+template <class Word, int R, int G, int... Rs, int... Gs>
+PM_INLINE void score_block(const uint32_t* q, int64_t q_stride, const uint32_t* const* keys, int steps, float* s,
+                           const uint32_t* const* ahead, std::integer_sequence<int, Rs...>,
+                           std::integer_sequence<int, Gs...>) {
+  F16 acc[R * G];
+  const uint32_t* k[G] = {keys[Gs]...};
+  const auto clear_row = [&](auto row) __attribute__((always_inline)) { ((acc[row * G + Gs] = zero()), ...); };
+  (clear_row(std::integral_constant<int, Rs>{}), ...);
+  for (int step = 0; step < steps; ++step) {
+    W16 w[G];
+    ((w[Gs] = load_words(k[Gs] + step * 16)), ...);
+    if constexpr (R <= 4) ((prefetch(ahead[Gs] + step * 16)), ...);  // few rows: the memory is what is waited for
+    const auto row_step = [&](auto row) __attribute__((always_inline)) {
+      const Word b = broadcast(q + row * q_stride + step, Word{});
+      ((acc[row * G + Gs] = dot(acc[row * G + Gs], w[Gs], b)), ...);
+    };
+    (row_step(std::integral_constant<int, Rs>{}), ...);
+  }
+  const auto store_row = [&](auto row) __attribute__((always_inline)) {
+    ((store(s + row * kTile + Gs * 16, acc[row * G + Gs])), ...);
+  };
+  (store_row(std::integral_constant<int, Rs>{}), ...);
+}
+
+// Outputs of R rows in 16 C dimensions over the value steps of `groups` groups.
+// p: words of the probabilities, row stride kTile. last_steps: steps of the last group; odd: its last pair is half.
+template <class Word, int R, int C, int... Rs, int... Cs>
+PM_INLINE void value_block(const uint32_t* p, const uint32_t* const* values, int groups, int steps, int last_steps,
+                           bool odd, int64_t step_words, float* out, int64_t out_stride,
+                           std::integer_sequence<int, Rs...>, std::integer_sequence<int, Cs...>) {
+  F16 acc[R * C];
+  const auto clear_row = [&](auto row) __attribute__((always_inline)) { ((acc[row * C + Cs] = zero()), ...); };
+  (clear_row(std::integral_constant<int, Rs>{}), ...);
+  for (int g = 0; g < groups; ++g) {
+    const uint32_t* v = values[g];
+    const uint32_t* pg = p + g * steps;
+    const bool last = g == groups - 1;
+    const int count = last ? last_steps : steps, whole = last && odd ? count - 1 : count;
+    for (int step = 0; step < whole; ++step, v += step_words) {
+      W16 w[C];
+      ((w[Cs] = load_words(v + Cs * 16)), ...);
+      const auto row_step = [&](auto row) __attribute__((always_inline)) {
+        const Word b = broadcast(pg + row * kTile + step, Word{});
+        ((acc[row * C + Cs] = dot(acc[row * C + Cs], w[Cs], b)), ...);
+      };
+      (row_step(std::integral_constant<int, Rs>{}), ...);
+    }
+    if (whole < count) {  // the partner token is not written yet: whatever lies there must not reach the sum, not as 0 * NaN
+      W16 w[C];
+      ((w[Cs] = low_halves(load_words(v + Cs * 16))), ...);
+      const auto row_step = [&](auto row) __attribute__((always_inline)) {
+        const Word b = broadcast(pg + row * kTile + whole, Word{});
+        ((acc[row * C + Cs] = dot(acc[row * C + Cs], w[Cs], b)), ...);
+      };
+      (row_step(std::integral_constant<int, Rs>{}), ...);
+    }
+  }
+  const auto store_row = [&](auto row) __attribute__((always_inline)) {
+    ((store(out + row * out_stride + Cs * 16, acc[row * C + Cs])), ...);
+  };
+  (store_row(std::integral_constant<int, Rs>{}), ...);
+}
+
+// Run-time sizes to the compiled blocks: calls f(integral_constant<n>) for 1 <= n <= Max.
+template <int Max, class F>
+PM_INLINE void with_count(int n, F f) {
+  if constexpr (Max == 1) {
+    f(std::integral_constant<int, 1>{});
+  } else {
+    if (n == Max)
+      f(std::integral_constant<int, Max>{});
+    else
+      with_count<Max - 1>(n, f);
+  }
+}
+
+template <class Word, int R, int G>
+[[gnu::noinline]] void score_block_at(const uint32_t* q, int64_t q_stride, const uint32_t* const* keys, int steps,
+                                      float* s, const uint32_t* const* ahead) {
+  score_block<Word, R, G>(q, q_stride, keys, steps, s, ahead, std::make_integer_sequence<int, R>{},
+                          std::make_integer_sequence<int, G>{});
+}
+template <class Word, int R, int C>
+[[gnu::noinline]] void value_block_at(const uint32_t* p, const uint32_t* const* values, int groups, int steps,
+                                      int last_steps, bool odd, int64_t step_words, float* out, int64_t out_stride) {
+  value_block<Word, R, C>(p, values, groups, steps, last_steps, odd, step_words, out, out_stride,
+                          std::make_integer_sequence<int, R>{}, std::make_integer_sequence<int, C>{});
+}
+
+// What one item works in: query words, scores (probabilities in place), tile outputs, running outputs, per-row state.
+struct Scratch {
+  uint32_t* query;  // [kTileRows][key_steps]
+  float* scores;    // [kTileRows][kTile]
+  float* tile_out;  // [kTileRows][padded]
+  float* out;       // [kTileRows][padded]
+  float *tile_max, *tile_sum, *max, *sum;  // [kTileRows], maxima times scale * log2(e)
+
+  Scratch(float* memory, const AttentionLayer& layer) {
+    scores = memory;
+    tile_out = scores + kTileRows * kTile;
+    out = tile_out + kTileRows * layer.padded_dim();
+    query = reinterpret_cast<uint32_t*>(out + kTileRows * layer.padded_dim());
+    tile_max = reinterpret_cast<float*>(query + kTileRows * layer.key_steps());
+    tile_sum = tile_max + kTileRows;
+    max = tile_sum + kTileRows;
+    sum = max + kTileRows;
+  }
+};
+
+PM_INLINE void store_probabilities(uint32_t* p, F16 x, Bf16Word) { store_bf16(reinterpret_cast<uint16_t*>(p), x); }
+PM_INLINE void store_probabilities(uint32_t* p, F16 x, F32Word) { store(reinterpret_cast<float*>(p), x); }
+PM_INLINE void stage_query(uint32_t* q, const float* from, int dim, Bf16Word) {
+  uint16_t* to = reinterpret_cast<uint16_t*>(q);
+  if (dim & 1) to[dim] = 0;
+  for (int d = 0; d < dim; d += 16) {
+    const Mask m = tail_mask(dim - d);
+    store_bf16(to + d, load(from + d, m), m);
+  }
+}
+PM_INLINE void stage_query(uint32_t* q, const float* from, int dim, F32Word) { std::memcpy(q, from, dim * sizeof(float)); }
+
+// Lanes [lo, hi) of 16.
+PM_INLINE Mask lane_range(int lo, int hi) {
+  hi = hi > 16 ? 16 : hi < 0 ? 0 : hi;
+  lo = lo < 0 ? 0 : lo > 16 ? 16 : lo;
+  return static_cast<Mask>(((1u << hi) - 1) & ~((1u << lo) - 1));
+}
+
+// Scores of one row to probabilities in place: keys [lo, hi) of the tile are visible, groups [first, last) are written.
+// Returns the tile's maximum (in powers of two) and sum. Keys that are not visible get exactly 0.
+template <class Word>
+PM_INLINE void softmax_row(float* s, int first, int last, int lo, int hi, float scale, float softcap, float* tile_max,
+                           float* tile_sum) {
+  constexpr int steps = std::is_same<Word, Bf16Word>::value ? kGroup / 2 : kGroup;
+  uint32_t* p = reinterpret_cast<uint32_t*>(s);
+  int g0 = lo > first * 16 ? lo / 16 : first, g1 = (hi + 15) / 16;
+  if (g1 > last) g1 = last;
+  if (g0 >= g1) g0 = g1 = first;  // nothing visible
+  float factor = scale * kLog2e;
+  if (softcap > 0) {
+    for (int g = g0; g < g1; ++g) store(s + g * 16, mul(set1(softcap), tanh(mul(load(s + g * 16), set1(scale / softcap)))));
+    factor = kLog2e;
+  }
+  F16 top = set1(kMinusInf);
+  for (int g = g0; g < g1; ++g) {
+    const Mask m = lane_range(lo - g * 16, hi - g * 16);
+    top = max(top, select(m, load(s + g * 16), set1(kMinusInf)));
+  }
+  const float peak = hmax(top) * factor;
+  // Rows of the item that see nothing of this tile (a window's edge, keys to come) keep a finite exponent.
+  const F16 shift = set1(peak == kMinusInf ? 0.0f : -peak), by = set1(factor);
+  F16 sum = zero();
+  for (int g = first; g < g0; ++g) store_probabilities(p + g * steps, zero(), Word{});
+  for (int g = g0; g < g1; ++g) {
+    const Mask m = lane_range(lo - g * 16, hi - g * 16);
+    const F16 e = zero_unless(m, exp2(fma(load(s + g * 16), by, shift)));
+    sum = add(sum, e);
+    store_probabilities(p + g * steps, e, Word{});
+  }
+  for (int g = g1; g < last; ++g) store_probabilities(p + g * steps, zero(), Word{});
+  *tile_max = peak;
+  *tile_sum = hsum(sum);
+}
+
+// (max, sum, out) of the tiles before, merged with one more tile.
+PM_INLINE void merge_tile(float* max, float* sum, float* out, float tile_max, float tile_sum, const float* tile_out,
+                          int padded) {
+  const float top = tile_max > *max ? tile_max : *max;
+  if (top == kMinusInf) return;  // NaN goes on, and stays in its row
+  const float keep = exp2_scalar(*max - top), take = exp2_scalar(tile_max - top);
+  *max = top;
+  *sum = *sum * keep + tile_sum * take;
+  for (int d = 0; d < padded; d += 16)
+    store(out + d, fma(load(tile_out + d), set1(take), mul(load(out + d), set1(keep))));
+}
+
+// One tile for the rows of an item: fills tile_max, tile_sum and tile_out.
+template <class Word>
+void attend_tile(const AttentionCall& call, const AttentionItem& item, int tile, const Scratch& at) {
+  const AttentionLayer& layer = *call.layer;
+  const AttentionBatch& batch = *call.batch;
+  const int heads = layer.group_heads(), padded = layer.padded_dim(), steps = layer.key_steps();
+  constexpr int value_steps = std::is_same<Word, Bf16Word>::value ? kGroup / 2 : kGroup;
+  const int start = batch.context_lens[item.request] - (batch.query_start[item.request + 1] - batch.query_start[item.request]);
+  const int base = tile * kTile;  // position of the tile's first key
+  const int first_query = start + item.row_begin / heads;
+  const int last_query = start + (item.row_begin + item.row_count - 1) / heads;
+  const int end = last_query + 1 - base < kTile ? last_query + 1 - base : kTile;  // keys of the tile that exist for a row
+  const int oldest = layer.window ? first_query - layer.window + 1 - base : 0;
+  const int first = oldest > 0 ? oldest / kGroup : 0, last = (end + kGroup - 1) / kGroup;  // groups to read
+
+  const uint32_t* keys[kTileGroups + kMaxCols];
+  const uint32_t* values[kTileGroups];
+  const int32_t* table = batch.block_tables + item.request * batch.table_stride;
+  const int per_block = layer.block_size / kGroup;
+  for (int g = first; g < last; ++g) {
+    const int group = base / kGroup + g;
+    const uint32_t* block = reinterpret_cast<const uint32_t*>(call.cache + table[group / per_block] * layer.block_bytes());
+    keys[g] = block + item.kv_head * layer.head_words() + group % per_block * layer.group_words();
+    values[g] = keys[g] + kGroup * steps;
+  }
+  for (int g = last; g < last + kMaxCols; ++g) keys[g] = values[first];  // what is read next after the last keys
+
+  for (int row = 0; row < item.row_count; row += kMaxRows) {
+    const int rows = item.row_count - row < kMaxRows ? item.row_count - row : kMaxRows;
+    for (int g = first; g < last; g += kMaxCols) {
+      const int cols = last - g < kMaxCols ? last - g : kMaxCols;
+      with_count<kMaxRows>(rows, [&](auto r) {
+        with_count<kMaxCols>(cols, [&](auto c) {
+          score_block_at<Word, r, c>(at.query + row * steps, steps, keys + g, steps, at.scores + row * kTile + g * kGroup,
+                                     keys + g + c);
+        });
+      });
+    }
+    for (int i = row; i < row + rows; ++i) {
+      const int seen = start + (item.row_begin + i) / heads + 1 - base;  // keys up to the query itself
+      const int lo = layer.window ? seen - layer.window : 0;
+      softmax_row<Word>(at.scores + i * kTile, first, last, lo > 0 ? lo : 0, seen < kTile ? seen : kTile, layer.scale,
+                        layer.softcap, at.tile_max + i, at.tile_sum + i);
+    }
+    const int in_last = end - (last - 1) * kGroup;
+    const int last_steps = value_steps == kGroup ? in_last : (in_last + 1) / 2;
+    const bool odd = value_steps != kGroup && in_last % 2;
+    for (int d = 0; d < padded; d += 16 * kMaxCols) {
+      const int cols = (padded - d) / 16 < kMaxCols ? (padded - d) / 16 : kMaxCols;
+      const uint32_t* from[kTileGroups];
+      for (int g = first; g < last; ++g) from[g] = values[g] + d;
+      with_count<kMaxRows>(rows, [&](auto r) {
+        with_count<kMaxCols>(cols, [&](auto c) {
+          value_block_at<Word, r, c>(reinterpret_cast<const uint32_t*>(at.scores) + row * kTile + first * value_steps,
+                                     from + first, last - first, value_steps, last_steps, odd, padded,
+                                     at.tile_out + row * padded + d, padded);
+        });
+      });
+    }
+  }
+}
+
+PM_INLINE void write_row(const AttentionCall& call, const AttentionItem& item, int row, const float* out, float sum) {
+  const AttentionLayer& layer = *call.layer;
+  const int heads = layer.group_heads(), at = item.row_begin + row;
+  const int64_t token = call.batch->query_start[item.request] + at / heads;
+  float* to = call.out + token * call.out_stride + (item.kv_head * heads + at % heads) * layer.head_dim;
+  const F16 scale = set1(1.0f / sum);
+  for (int d = 0; d < layer.head_dim; d += 16) store(to + d, mul(load(out + d), scale), tail_mask(layer.head_dim - d));
+}
+
+template <class Word>
+void attend(const AttentionCall& call, const AttentionItem& item, float* memory) {
+  const AttentionLayer& layer = *call.layer;
+  const int heads = layer.group_heads(), padded = layer.padded_dim();
+  const Scratch at(memory, layer);
+  for (int i = 0; i < item.row_count; ++i) {
+    const int row = item.row_begin + i;
+    const int64_t token = call.batch->query_start[item.request] + row / heads;
+    const float* q = call.query + token * call.query_stride + (item.kv_head * heads + row % heads) * layer.head_dim;
+    stage_query(at.query + i * layer.key_steps(), q, layer.head_dim, Word{});
+    at.max[i] = kMinusInf;
+    at.sum[i] = 0;
+  }
+  std::memset(at.out, 0, sizeof(float) * item.row_count * padded);
+  const int64_t slot_floats = kTileRows * (padded + 2);
+  for (int t = 0; t < item.tile_count; ++t) {
+    attend_tile<Word>(call, item, item.tile_begin + t, at);
+    if (item.partial >= 0) {
+      float* slot = call.partials + (item.partial + t) * slot_floats;
+      std::memcpy(slot, at.tile_max, sizeof(float) * kTileRows);
+      std::memcpy(slot + kTileRows, at.tile_sum, sizeof(float) * kTileRows);
+      std::memcpy(slot + 2 * kTileRows, at.tile_out, sizeof(float) * item.row_count * padded);
+      continue;
+    }
+    for (int i = 0; i < item.row_count; ++i)
+      merge_tile(at.max + i, at.sum + i, at.out + i * padded, at.tile_max[i], at.tile_sum[i], at.tile_out + i * padded,
+                 padded);
+  }
+  if (item.partial < 0)
+    for (int i = 0; i < item.row_count; ++i) write_row(call, item, i, at.out + i * padded, at.sum[i]);
+}
+
+// The tiles of an item that was cut, in order of position: the same merges as in attend().
+void attention_merge(const AttentionCall& call, const AttentionItem& item, float* memory) {
+  const int padded = call.layer->padded_dim();
+  const int64_t slot_floats = kTileRows * (padded + 2);
+  for (int i = 0; i < item.row_count; ++i) {
+    float max = kMinusInf, sum = 0, *out = memory;
+    std::memset(out, 0, sizeof(float) * padded);
+    for (int t = 0; t < item.tile_count; ++t) {
+      const float* slot = call.partials + (item.partial + t) * slot_floats;
+      merge_tile(&max, &sum, out, slot[i], slot[kTileRows + i], slot + 2 * kTileRows + i * padded, padded);
+    }
+    write_row(call, item, i, out, sum);
+  }
+}
+
+void attention_item(const AttentionCall& call, const AttentionItem& item, float* memory) {
+  if (call.layer->type == KvType::kBf16)
+    attend<Bf16Word>(call, item, memory);
+  else
+    attend<F32Word>(call, item, memory);
+}
+
+}  // namespace
+
+extern const AttentionTable attention_table;
+const AttentionTable attention_table = {attention_item, attention_merge};
+
+}  // namespace pm::PM_ISA

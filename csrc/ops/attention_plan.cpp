@@ -1,0 +1,87 @@
+#include "ops/attention_plan.h"
+
+#include <algorithm>
+
+#include "core/isa.h"
+
+namespace pm {
+
+PM_DEFINE_PICK(AttentionTable, attention)
+
+int64_t attention_scratch_floats(const AttentionLayer& layer) {
+  const int64_t row = kTile + 2 * layer.padded_dim() + layer.key_steps() + 4;
+  return (kTileRows * row + 15) / 16 * 16;
+}
+
+int64_t attention_partial_floats(const AttentionLayer& layer) { return kTileRows * (layer.padded_dim() + 2); }
+
+namespace {
+
+// Work of an item in row x key units; the constant stands for staging the query and writing the output.
+int64_t cost_of(const AttentionItem& item) { return int64_t{item.row_count} * (item.tile_count * kTile + 32); }
+
+// Cuts items so that no rank is left with one long context while the others are done. Where the cuts fall depends on
+// the load; the arithmetic does not, because each tile is computed alone and merged in order.
+void cut_long_items(AttentionPlan& plan, int num_threads) {
+  int64_t total = 0;
+  for (const auto& item : plan.items) total += cost_of(item);
+  const int64_t most = total / (4 * num_threads) + 1;
+  std::vector<AttentionItem> cut;
+  for (const auto& item : plan.items) {
+    if (item.tile_count < 2 || cost_of(item) <= most) {
+      cut.push_back(item);
+      continue;
+    }
+    const int parts = static_cast<int>(std::min<int64_t>(item.tile_count, (cost_of(item) + most - 1) / most));
+    AttentionItem whole = item;
+    whole.partial = plan.num_partials;
+    plan.merges.push_back(whole);
+    for (int part = 0; part < parts; ++part) {
+      const int begin = item.tile_count * part / parts, end = item.tile_count * (part + 1) / parts;
+      AttentionItem piece = item;
+      piece.tile_begin = item.tile_begin + begin;
+      piece.tile_count = end - begin;
+      piece.partial = plan.num_partials + begin;
+      cut.push_back(piece);
+    }
+    plan.num_partials += item.tile_count;
+  }
+  plan.items.swap(cut);
+}
+
+}  // namespace
+
+void AttentionPlan::build(const AttentionLayer& layer, const AttentionBatch& batch, int num_threads) {
+  items.clear();
+  merges.clear();
+  num_partials = 0;
+  const int heads = layer.group_heads();
+  for (int r = 0; r < batch.num_requests; ++r) {
+    const int queries = batch.query_start[r + 1] - batch.query_start[r], start = batch.context_lens[r] - queries;
+    for (int kv_head = 0; kv_head < layer.num_kv_heads; ++kv_head) {
+      for (int row = 0; row < queries * heads; row += kTileRows) {
+        const int rows = std::min(kTileRows, queries * heads - row);
+        const int first = start + row / heads, last = start + (row + rows - 1) / heads;
+        const int oldest = layer.window ? std::max(0, first - layer.window + 1) : 0;
+        const int tile = oldest / kTile;
+        items.push_back({r, kv_head, row, rows, tile, last / kTile + 1 - tile, -1});
+      }
+    }
+  }
+  if (num_threads > 1) {
+    cut_long_items(*this, num_threads);
+    std::stable_sort(items.begin(), items.end(),
+                     [](const AttentionItem& a, const AttentionItem& b) { return cost_of(a) > cost_of(b); });
+  }
+}
+
+void attention_run(Team& team, const AttentionPlan& plan, const AttentionCall& call, float* scratch) {
+  const AttentionTable& table = pick_attention();
+  float* memory = scratch + team.rank() * attention_scratch_floats(*call.layer);
+  team.for_each(static_cast<int64_t>(plan.items.size()), [&](int64_t i) { table.item(call, plan.items[i], memory); });
+  if (plan.merges.empty()) return;
+  team.barrier();
+  team.for_each(static_cast<int64_t>(plan.merges.size()), [&](int64_t i) { table.merge(call, plan.merges[i], memory); });
+}
+
+}  // namespace pm

@@ -1,0 +1,23 @@
+// How a step's attention is cut into work items.
+#pragma once
+
+#include <vector>
+
+#include "core/team.h"
+#include "ops/attention.h"
+
+namespace pm {
+
+// Which items a step has. Built once a step and walked by every layer with the same shape and window.
+struct AttentionPlan {
+  std::vector<AttentionItem> items;   // the costliest first, so that threads end together
+  std::vector<AttentionItem> merges;  // the rows of the items that were cut, tile_count the whole range
+  int num_partials = 0;
+
+  void build(const AttentionLayer& layer, const AttentionBatch& batch, int num_threads);
+};
+
+// Runs on every rank of a region; `scratch` is [team.size()][attention_scratch_floats]. No barrier at either end.
+void attention_run(Team& team, const AttentionPlan& plan, const AttentionCall& call, float* scratch);
+
+}  // namespace pm

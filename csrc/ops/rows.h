@@ -1,0 +1,40 @@
+// Ops that take one row (a token) at a time: norm, rotary embedding with the KV write, logits epilogue.
+#pragma once
+
+#include <cstdint>
+
+#include "ops/attention.h"
+
+namespace pm {
+
+// What rope_row needs to turn a token's fused projection into a query and a cache entry. Row layout of qkv:
+// [Hq * D] query, [Hkv * D] key, [Hkv * D] value.
+struct RopeCall {
+  const AttentionLayer* layer;
+  float* qkv;  // [num_tokens][stride]; the query part is normed and rotated in place
+  int64_t stride;
+  uint8_t* cache;
+  const int32_t* positions;  // [num_tokens]
+  const int32_t* slots;      // [num_tokens] block_id * block_size + offset; -1: not written
+  const float* table;        // [max_positions][2][rotary_dim / 2] cos, sin; null: no rotation
+  int rotary_dim;
+  bool interleaved;  // pairs (0, 1), (2, 3), ... instead of (i, i + rotary_dim / 2)
+  const float* q_norm;  // null, [D] (each head alone) or [Hq * D] (all heads together)
+  const float* k_norm;
+  int q_norm_size, k_norm_size;
+  float eps;
+};
+
+struct RowsTable {
+  // out = x / sqrt(mean(x^2) + eps) * weight; out may be x.
+  void (*rms_norm)(const float* x, const float* weight, int64_t n, float eps, float* out);
+  // out = x + scale * y; out may be x.
+  void (*add)(const float* x, const float* y, float scale, int64_t n, float* out);
+  // x = x * scale, then cap * tanh(x / cap) where cap > 0.
+  void (*scale_softcap)(float* x, int64_t n, float scale, float cap);
+  // `memory`: head_dim * num_kv_heads floats of this thread.
+  void (*rope)(const RopeCall&, int64_t token, float* memory);
+};
+const RowsTable& pick_rows();
+
+}  // namespace pm

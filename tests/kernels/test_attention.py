@@ -1,0 +1,158 @@
+"""Paged attention against float64, and its promise that load, chunks and physical blocks never change a bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagemill import _native
+from tests.kernels.paged import PagedCache, Shape, attend, reference
+
+# bf16: probabilities are rounded to 8 bits before they meet the values (averaging over keys shrinks it); f32: sums only.
+TOLERANCE = {"bf16": 6e-3, "f32": 2e-5}
+
+SHAPES = [
+    Shape(),
+    Shape(heads=4, kv_heads=4, dim=32),
+    Shape(heads=8, kv_heads=1, dim=128, block_size=32),
+    Shape(heads=32, kv_heads=1, dim=16),
+    Shape(heads=3, kv_heads=3, dim=80, block_size=64),
+    Shape(heads=2, kv_heads=1, dim=8),
+    Shape(heads=2, kv_heads=2, dim=5),
+    Shape(heads=4, kv_heads=2, dim=256),
+    Shape(window=20),
+    Shape(window=300, dim=48),
+    Shape(softcap=5.0, scale=0.5),
+    Shape(kv="f32"),
+    Shape(kv="f32", heads=5, kv_heads=1, dim=96, window=17, softcap=30.0),
+]
+
+
+def make_qkv(shape: Shape, n: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(n, (shape.heads + 2 * shape.kv_heads) * shape.dim, generator=generator)
+
+
+def queries_of(shape: Shape, qkv: torch.Tensor) -> torch.Tensor:
+    return qkv[:, : shape.heads * shape.dim]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_reference(isa: str, shape: Shape) -> None:
+    generator = torch.Generator().manual_seed(1)
+    lengths = [1, 2, 15, 16, 17, 33, 255, 256, 257, 600]
+    cache = PagedCache(shape, lengths, generator)
+    queries, expected = [], []
+    for row, n in enumerate(lengths):
+        qkv = make_qkv(shape, n, generator)
+        cache.write(row, 0, qkv)
+        first = [n - 1, 0, n // 2][row % 3]
+        queries.append(queries_of(shape, qkv)[first:])
+        expected.append(reference(shape, qkv, first))
+    for got, want in zip(attend(shape, cache, queries, list(range(len(lengths))), lengths), expected, strict=True):
+        torch.testing.assert_close(got, want, atol=TOLERANCE[shape.kv], rtol=TOLERANCE[shape.kv])
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(window=40, kv="f32"), Shape(heads=8, kv_heads=1, dim=40, softcap=9.0)], ids=str)
+def test_bytes_do_not_depend_on_load(isa: str, shape: Shape, threads: None) -> None:
+    """Whole prompt, chunks of 1, 7 and 64, neighbours, other blocks, 1 and 2 threads: one answer."""
+    n = 530
+    qkv = make_qkv(shape, n, torch.Generator().manual_seed(2))
+    noise = torch.Generator().manual_seed(3)
+
+    def run(chunk: int, num_threads: int, neighbours: list[int], seed: int) -> torch.Tensor:
+        _native.set_num_threads(num_threads)
+        cache = PagedCache(shape, [*neighbours, n], torch.Generator().manual_seed(seed))
+        others = [make_qkv(shape, k, noise) for k in neighbours]
+        for row, other in enumerate(others):
+            cache.write(row, 0, other)
+        parts = []
+        for start in range(0, n, chunk):
+            stop = min(n, start + chunk)
+            cache.write(len(neighbours), start, qkv[start:stop])
+            queries = [*(queries_of(shape, o)[-3:] for o in others), queries_of(shape, qkv)[start:stop]]
+            contexts = [*neighbours, stop]
+            parts.append(attend(shape, cache, queries, list(range(len(contexts))), contexts)[-1])
+        return torch.cat(parts)
+
+    alone = run(n, 1, [], 0)
+    assert torch.isfinite(alone).all()
+    for chunk, num_threads, neighbours, seed in [(1, 2, [], 1), (7, 1, [5, 300], 2), (64, 2, [700], 3), (n, 2, [9] * 20, 4)]:
+        assert torch.equal(alone, run(chunk, num_threads, neighbours, seed)), (chunk, num_threads, neighbours)
+
+
+def test_split_context_gives_the_same_bytes(isa: str, threads: None) -> None:
+    """One long decode is cut over the threads; one thread walks it in a row."""
+    shape = Shape(heads=3, kv_heads=1)
+    generator = torch.Generator().manual_seed(4)
+    cache = PagedCache(shape, [3000], generator)
+    qkv = make_qkv(shape, 3000, generator)
+    cache.write(0, 0, qkv)
+    results = []
+    for num_threads in (1, 2, 3):
+        _native.set_num_threads(num_threads)
+        results.append(attend(shape, cache, [queries_of(shape, qkv)[-1:]], [0], [3000])[0])
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_a_broken_neighbour_stays_alone(isa: str) -> None:
+    """NaN and infinity in one request's keys and values leave the other's bytes as they were."""
+    shape = Shape()
+    generator = torch.Generator().manual_seed(5)
+    good = make_qkv(shape, 45, generator)
+    bad = torch.full((45, good.shape[1]), float("nan"))
+    cache = PagedCache(shape, [45, 45], generator)
+    cache.write(0, 0, good)
+    cache.write(1, 0, bad)
+    alone = attend(shape, cache, [queries_of(shape, good)], [0], [45])[0]
+    both = attend(shape, cache, [queries_of(shape, good), queries_of(shape, bad)], [0, 1], [45, 45])
+    assert torch.equal(alone, both[0])
+    assert both[1].isnan().all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    group=st.integers(1, 9),
+    kv_heads=st.integers(1, 3),
+    dim=st.integers(1, 70),
+    groups_per_block=st.integers(1, 3),
+    kv=st.sampled_from(["bf16", "f32"]),
+    window=st.one_of(st.just(0), st.integers(1, 90)),
+    requests=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 80)), min_size=1, max_size=5),
+)
+def test_fuzz(
+    seed: int, group: int, kv_heads: int, dim: int, groups_per_block: int, kv: str, window: int,
+    requests: list[tuple[int, int]],
+) -> None:  # fmt: skip
+    shape = Shape(
+        heads=group * kv_heads, kv_heads=kv_heads, dim=dim, block_size=16 * groups_per_block, kv=kv, window=window
+    )
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [n for n, _ in requests]
+    cache = PagedCache(shape, lengths, generator)
+    queries, expected = [], []
+    for row, (n, tail) in enumerate(requests):
+        qkv = make_qkv(shape, n, generator)
+        cache.write(row, 0, qkv)
+        first = max(0, n - tail)
+        for gone in range(max(0, first - window + 1) // shape.block_size if window else 0):
+            cache.tables[row, gone] = -1  # blocks behind the window are freed
+        queries.append(queries_of(shape, qkv)[first:])
+        expected.append(reference(shape, qkv, first))
+    for got, want in zip(attend(shape, cache, queries, list(range(len(lengths))), lengths), expected, strict=True):
+        torch.testing.assert_close(got, want, atol=2 * TOLERANCE[kv], rtol=TOLERANCE[kv])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"block": 99}, "block that does not exist"), ({"context": 400}, "longer than its block table")],
+)
+def test_indices_are_checked(change: dict[str, int], message: str) -> None:
+    shape = Shape()
+    cache = PagedCache(shape, [20], torch.Generator().manual_seed(6))
+    cache.tables[0, 1] = change.get("block", cache.tables[0, 1])
+    with pytest.raises(ValueError, match=message):
+        attend(shape, cache, [torch.zeros(1, shape.heads * shape.dim)], [0], [change.get("context", 20)])
