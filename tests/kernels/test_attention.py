@@ -54,7 +54,9 @@ def test_matches_reference(isa: str, shape: Shape) -> None:
         torch.testing.assert_close(got, want, atol=TOLERANCE[shape.kv], rtol=TOLERANCE[shape.kv])
 
 
-@pytest.mark.parametrize("shape", [Shape(), Shape(window=40, kv="f32"), Shape(heads=8, kv_heads=1, dim=40, softcap=9.0)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [Shape(), Shape(window=40, kv="f32"), Shape(heads=8, kv_heads=1, dim=40, softcap=9.0)], ids=str
+)
 def test_bytes_do_not_depend_on_load(isa: str, shape: Shape, threads: None) -> None:
     """Whole prompt, chunks of 1, 7 and 64, neighbours, other blocks, 1 and 2 threads: one answer."""
     n = 530
@@ -78,7 +80,12 @@ def test_bytes_do_not_depend_on_load(isa: str, shape: Shape, threads: None) -> N
 
     alone = run(n, 1, [], 0)
     assert torch.isfinite(alone).all()
-    for chunk, num_threads, neighbours, seed in [(1, 2, [], 1), (7, 1, [5, 300], 2), (64, 2, [700], 3), (n, 2, [9] * 20, 4)]:
+    for chunk, num_threads, neighbours, seed in [
+        (1, 2, [], 1),
+        (7, 1, [5, 300], 2),
+        (64, 2, [700], 3),
+        (n, 2, [9] * 20, 4),
+    ]:
         assert torch.equal(alone, run(chunk, num_threads, neighbours, seed)), (chunk, num_threads, neighbours)
 
 
