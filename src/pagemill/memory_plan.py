@@ -1,0 +1,270 @@
+"""How memory is divided: weights, activations, logits, KV cache; and the longest context that fits.
+
+A pure function of numbers (:func:`plan_memory`), so that ``pagemill plan`` and the tests need no model and no device.
+Must not read memory itself or allocate any: platform.py measures, the runner allocates.
+
+Terms, all in bytes::
+
+    budget  = min(utilization * total, available)
+    left    = budget - weights - activations - logits - runtime
+    need(L) = sum over groups of bytes_per_block * blocks that one request of L tokens holds
+    KV      = given, or min(left, need(max_model_len) * max_num_seqs, share of the total that the platform allows)
+    blocks  = each group's part of KV in proportion to what a request of full length needs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from pagemill.config import EngineConfig
+from pagemill.errors import ConfigError, MemoryPlanError
+from pagemill.model_config import ModelConfig
+from pagemill.platform import MemoryInfo
+
+__all__ = ["KVGroup", "MemoryPlan", "activation_bytes", "kv_groups", "plan_memory"]
+
+RUNTIME_BYTES = 192 << 20
+"""Interpreter, PyTorch and what the allocator keeps besides the terms."""
+MIN_MODEL_LEN = 64
+"""Less context than this is not worth starting for (or the model's own length, or the one asked for)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVGroup:
+    """The layers that share one kind of cache."""
+
+    layers: tuple[int, ...]
+    window: int | None
+    """A query sees this many positions; None: all."""
+    block_size: int
+    bytes_per_block: int
+    """All layers of the group, keys and values."""
+
+    def blocks_for(self, num_tokens: int, max_chunk: int) -> int:
+        """Blocks that a request of ``num_tokens`` holds at once; behind a window they are freed between steps."""
+        whole = -(-num_tokens // self.block_size)
+        if self.window is None:
+            return whole
+        return min(whole, -(-(self.window + max_chunk) // self.block_size) + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """What goes where. All sizes in bytes, lengths in tokens."""
+
+    total_bytes: int
+    available_bytes: int
+    budget_bytes: int
+    weight_bytes: int
+    activation_bytes: int
+    logits_bytes: int
+    runtime_bytes: int
+    groups: tuple[KVGroup, ...]
+    num_blocks: tuple[int, ...]
+    """Blocks of each group."""
+    max_model_len: int
+    max_num_seqs: int
+    max_concurrency: float
+    """Requests of max_model_len that the KV cache holds at once."""
+    kv_source: str
+    """What decided the size of the KV cache, in words."""
+    notes: tuple[str, ...] = field(default=())
+    """What was lowered, and why."""
+
+    @property
+    def kv_bytes(self) -> int:
+        """All KV blocks."""
+        return sum(n * group.bytes_per_block for n, group in zip(self.num_blocks, self.groups, strict=True))
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the group with the fewest slots holds."""
+        return min(n * group.block_size for n, group in zip(self.num_blocks, self.groups, strict=True))
+
+    def render(self) -> str:
+        """The plan as lines of text, term by term."""
+        kinds = ", ".join(
+            f"{n:,} x {group.block_size} tokens" + (f" (window {group.window:,})" if group.window else "")
+            for n, group in zip(self.num_blocks, self.groups, strict=True)
+        )
+        rows = [
+            ("memory", self.total_bytes, f"{_size(self.available_bytes)} available"),
+            ("budget", self.budget_bytes, "may be used in all"),
+            ("weights", self.weight_bytes, ""),
+            ("activations", self.activation_bytes, "at the largest step"),
+            ("logits", self.logits_bytes, f"{self.max_num_seqs:,} rows"),
+            ("runtime", self.runtime_bytes, "interpreter and libraries"),
+            ("KV cache", self.kv_bytes, f"{self.kv_source}; touched as requests fill it"),
+        ]
+        lines = ["Memory plan"]
+        lines += [f"  {name:<12}{_size(size):>10}  {note}".rstrip() for name, size, note in rows]
+        lines.append(f"  {'blocks':<12}{sum(self.num_blocks):>10,}  {kinds}")
+        lines.append(
+            f"  {'context':<12}{self.max_model_len:>10,}  tokens at most; {self.max_concurrency:.1f} requests of that "
+            f"length at once ({self.kv_tokens:,} tokens)"
+        )
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+def kv_groups(model: ModelConfig, block_size: int, element_bytes: int) -> tuple[KVGroup, ...]:
+    """Group 0 is full attention (if any layer has it), then one group per window size, in order of first use."""
+    layers: dict[int | None, list[int]] = {}
+    if any(layer.window is None for layer in model.layers):
+        layers[None] = []
+    for index, layer in enumerate(model.layers):
+        layers.setdefault(layer.window, []).append(index)
+    per_layer = 2 * block_size * model.num_kv_heads * model.head_dim * element_bytes
+    return tuple(
+        KVGroup(layers=tuple(ids), window=window, block_size=block_size, bytes_per_block=per_layer * len(ids))
+        for window, ids in layers.items()
+    )
+
+
+def activation_bytes(model: ModelConfig, num_tokens: int, element_bytes: int) -> int:
+    """Most that one block of the decoder keeps alive at once for ``num_tokens``: residual, normed, qkv, gate-up."""
+    heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    widths = [3 * model.intermediate_size]
+    for layer in model.layers:
+        if layer.moe is not None:
+            widths.append(3 * layer.moe.intermediate_size * layer.moe.num_experts_per_token)
+    return num_tokens * element_bytes * (4 * model.hidden_size + heads + max(widths))
+
+
+def plan_memory(
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    memory: MemoryInfo,
+    weight_bytes: int,
+    activation_bytes: int,
+    groups: Sequence[KVGroup],
+    kv_share: float = 1.0,
+) -> MemoryPlan:
+    """Divide the memory. ``memory`` was measured before the weights were loaded.
+
+    Raises :class:`ConfigError` for a length beyond the model's and :class:`MemoryPlanError` where not even one short
+    request fits.
+    """
+    limit = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(
+            f"--max-model-len={config.max_model_len} is more than the model's {limit} positions; "
+            f"use at most --max-model-len={limit}"
+        )
+    wanted_len = config.max_model_len or limit
+    logits_bytes = 2 * 4 * config.max_num_seqs * model.vocab_size  # float32, as computed and as filtered
+    budget = min(int(config.gpu_memory_utilization * memory.total_bytes), memory.available_bytes)
+    left = budget - weight_bytes - activation_bytes - logits_bytes - RUNTIME_BYTES
+    sizing = _Sizing(tuple(groups), config.max_num_batched_tokens)
+    if config.num_gpu_blocks_override is not None:
+        blocks = tuple(config.num_gpu_blocks_override for _ in groups)
+        source = "--num-gpu-blocks-override"
+    else:
+        kv_bytes, source = _kv_bytes(config, sizing, wanted_len, left, int(kv_share * memory.total_bytes))
+        blocks = sizing.divide(kv_bytes, wanted_len, config.max_num_seqs)
+    length = sizing.longest(blocks, wanted_len)
+    if length < wanted_len and config.num_gpu_blocks_override is None:
+        # Shares were cut for the full length; cut them again for what fits.
+        length = sizing.longest_in(kv_bytes, wanted_len)
+        blocks = sizing.divide(kv_bytes, length, config.max_num_seqs) if length else blocks
+    plan = MemoryPlan(
+        total_bytes=memory.total_bytes,
+        available_bytes=memory.available_bytes,
+        budget_bytes=budget,
+        weight_bytes=weight_bytes,
+        activation_bytes=activation_bytes,
+        logits_bytes=logits_bytes,
+        runtime_bytes=RUNTIME_BYTES,
+        groups=tuple(groups),
+        num_blocks=blocks,
+        max_model_len=length,
+        max_num_seqs=config.max_num_seqs,
+        max_concurrency=sizing.concurrency(blocks, length) if length else 0.0,
+        kv_source=source,
+        notes=_notes(config, wanted_len, length),
+    )
+    least = 1 if config.num_gpu_blocks_override is not None else min(MIN_MODEL_LEN, wanted_len)
+    if length < least:
+        raise MemoryPlanError(_refusal(plan, sizing.bytes_for(least), max(left, 0), least, source))
+    return plan
+
+
+@dataclass(frozen=True)
+class _Sizing:
+    """Arithmetic between bytes, blocks and lengths."""
+
+    groups: tuple[KVGroup, ...]
+    max_chunk: int
+
+    def blocks_for(self, length: int) -> tuple[int, ...]:
+        return tuple(group.blocks_for(length, self.max_chunk) for group in self.groups)
+
+    def bytes_for(self, length: int) -> int:
+        return sum(n * g.bytes_per_block for n, g in zip(self.blocks_for(length), self.groups, strict=True))
+
+    def divide(self, kv_bytes: int, length: int, max_num_seqs: int) -> tuple[int, ...]:
+        """Each group's blocks, in proportion to the need of a request of ``length``."""
+        need, each = self.blocks_for(length), max(1, self.bytes_for(length))
+        return tuple(min(n * max_num_seqs, kv_bytes * n // each) for n in need)
+
+    def longest(self, blocks: tuple[int, ...], most: int) -> int:
+        """The longest request, up to ``most`` tokens, that these blocks hold."""
+        return self._search(most, lambda n: all(a <= b for a, b in zip(self.blocks_for(n), blocks, strict=True)))
+
+    def longest_in(self, kv_bytes: int, most: int) -> int:
+        """The longest request, up to ``most`` tokens, whose blocks take no more than ``kv_bytes``."""
+        return self._search(most, lambda n: self.bytes_for(n) <= kv_bytes)
+
+    @staticmethod
+    def _search(most: int, fits: Callable[[int], bool]) -> int:
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        return low
+
+    def concurrency(self, blocks: tuple[int, ...], length: int) -> float:
+        return min(have / need for have, need in zip(blocks, self.blocks_for(length), strict=True))
+
+
+def _kv_bytes(config: EngineConfig, sizing: _Sizing, length: int, left: int, share: int) -> tuple[int, str]:
+    """The size of the KV cache and what decided it."""
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
+    one, left = sizing.bytes_for(length), max(left, 0)
+    candidates = [
+        (one * config.max_num_seqs, f"{config.max_num_seqs:,} requests of full length"),
+        (left, "all that is left"),
+        # A share too small for one request would only shorten it, with memory lying idle.
+        (max(share, one), "the default's share; more with --kv-cache-memory-bytes"),
+    ]
+    return min(candidates, key=lambda pair: pair[0])
+
+
+def _notes(config: EngineConfig, wanted: int, length: int) -> tuple[str, ...]:
+    if length >= wanted:
+        return ()
+    asked = "--max-model-len" if config.max_model_len is not None else "the model's context"
+    return (
+        f"{asked} of {wanted:,} tokens does not fit; lowered to {length:,}. More memory, --kv-cache-memory-bytes or "
+        "--gpu-memory-utilization raise it",
+    )
+
+
+def _refusal(plan: MemoryPlan, need: int, left: int, length: int, source: str) -> str:
+    fixed = plan.weight_bytes + plan.activation_bytes + plan.logits_bytes + plan.runtime_bytes
+    have = plan.kv_bytes if source.startswith("--") else left
+    return (
+        f"not enough memory for one request of {length} tokens: its KV cache needs {_size(need)}, {_size(have)} is "
+        f"left of {_size(plan.budget_bytes)} after weights, activations, logits and runtime ({_size(fixed)}); free "
+        "memory, raise --gpu-memory-utilization, or lower --max-num-seqs, --max-num-batched-tokens or the model's size"
+    )
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"

@@ -1,0 +1,1 @@
+"""From logits to tokens: parameters by row, processors, filters, noise, log probabilities."""

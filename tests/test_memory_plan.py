@@ -1,0 +1,158 @@
+"""The division of memory is arithmetic: these tests check the numbers."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagemill.config import EngineConfig
+from pagemill.errors import ConfigError, MemoryPlanError
+from pagemill.memory_plan import MemoryPlan, activation_bytes, kv_groups, plan_memory
+from pagemill.model_config import LayerConfig, ModelConfig
+from pagemill.platform import MemoryInfo
+
+GIB = 1 << 30
+
+
+def model(windows: tuple[int | None, ...] = (None,) * 4, max_len: int = 8192) -> ModelConfig:
+    return ModelConfig(
+        architecture="test",
+        vocab_size=1000,
+        hidden_size=64,
+        intermediate_size=128,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        layers=tuple(LayerConfig(window=window, rope=None) for window in windows),
+        max_position_embeddings=max_len,
+        norm_eps=1e-5,
+        attention_scale=0.25,
+    )
+
+
+def plan(
+    config: EngineConfig,
+    shape: ModelConfig,
+    *,
+    total: int = 8 * GIB,
+    available: int | None = None,
+    weights: int = GIB,
+    share: float = 1.0,
+) -> MemoryPlan:
+    return plan_memory(
+        config,
+        shape,
+        memory=MemoryInfo(total, total if available is None else available),
+        weight_bytes=weights,
+        activation_bytes=activation_bytes(shape, config.max_num_batched_tokens, 4),
+        groups=kv_groups(shape, config.block_size, 2),
+        kv_share=share,
+    )
+
+
+def test_with_plenty_of_memory_every_request_may_be_full_length_and_no_more_is_taken() -> None:
+    made = plan(EngineConfig(max_num_seqs=4), model())
+    assert made.max_model_len == 8192
+    assert made.num_blocks == (4 * 8192 // 16,)
+    assert made.max_concurrency == 4.0
+    assert made.kv_bytes == 4 * 8192 * 4 * 2 * 2 * 16 * 2
+    assert not made.notes
+
+
+def test_what_other_processes_hold_is_not_planned_with() -> None:
+    free = plan(EngineConfig(max_num_seqs=4096), model(), total=8 * GIB)
+    busy = plan(EngineConfig(max_num_seqs=4096), model(), total=8 * GIB, available=3 * GIB)
+    assert busy.kv_bytes < free.kv_bytes
+    assert busy.kv_bytes + busy.weight_bytes <= 3 * GIB
+
+
+def test_the_budget_is_never_passed() -> None:
+    made = plan(EngineConfig(max_num_seqs=4096, gpu_memory_utilization=0.5), model())
+    used = made.kv_bytes + made.weight_bytes + made.activation_bytes + made.logits_bytes + made.runtime_bytes
+    assert used <= made.budget_bytes == 4 * GIB
+
+
+def test_the_default_is_a_share_of_a_machine_that_others_use_too() -> None:
+    made = plan(EngineConfig(max_num_seqs=4096), model(), share=0.25)
+    assert made.kv_bytes <= 2 * GIB
+    assert "--kv-cache-memory-bytes" in made.kv_source
+
+
+def test_one_request_of_full_length_may_take_more_than_the_share() -> None:
+    shape = model((None,) * 64, max_len=131_072)
+    made = plan(EngineConfig(), shape, share=0.05)
+    assert made.max_model_len == 131_072
+
+
+def test_a_length_that_does_not_fit_is_lowered_and_said() -> None:
+    made = plan(EngineConfig(), model(max_len=1 << 20), total=2 * GIB, weights=GIB + (GIB >> 1))
+    assert MIN <= made.max_model_len < 1 << 20
+    assert f"{made.max_model_len:,}" in made.notes[0]
+    assert f"{made.max_model_len:,}" in made.render()
+
+
+MIN = 64
+
+
+def test_an_explicit_length_that_does_not_fit_is_lowered_too() -> None:
+    made = plan(EngineConfig(max_model_len=8000, kv_cache_memory_bytes=4 * 256 * 16 * 10), model())
+    assert made.max_model_len == made.num_blocks[0] * 16 < 8000
+    assert "--max-model-len" in made.notes[0]
+
+
+def test_a_length_beyond_the_models_positions_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--max-model-len=9000.*8192"):
+        plan(EngineConfig(max_model_len=9000), model())
+
+
+def test_too_little_memory_for_any_request_says_the_numbers() -> None:
+    with pytest.raises(MemoryPlanError, match=r"one request of 64 tokens.*GiB"):
+        plan(EngineConfig(), model(), total=GIB, weights=GIB)
+
+
+def test_kv_bytes_as_asked_for() -> None:
+    made = plan(EngineConfig(kv_cache_memory_bytes=100 << 20), model())
+    block = made.groups[0].bytes_per_block
+    assert made.kv_bytes == (100 << 20) // block * block
+
+
+def test_block_override_is_exact_even_where_it_is_tiny() -> None:
+    made = plan(EngineConfig(num_gpu_blocks_override=3, block_size=4), model())
+    assert made.num_blocks == (3,)
+    assert made.max_model_len == 12
+
+
+def test_layers_with_windows_get_fewer_blocks() -> None:
+    shape = model((None, 512, None, 512))
+    config = EngineConfig(max_num_batched_tokens=512, kv_cache_memory_bytes=256 << 20)
+    made = plan(config, shape)
+    assert [group.layers for group in made.groups] == [(0, 2), (1, 3)]
+    assert made.num_blocks[1] < made.num_blocks[0]
+    assert made.groups[1].blocks_for(8192, 512) == 65
+
+
+def test_a_model_of_windows_alone_has_one_group() -> None:
+    assert [group.window for group in kv_groups(model((512, 512)), 16, 2)] == [512]
+
+
+def test_the_rendering_names_every_term() -> None:
+    text = plan(EngineConfig(), model()).render()
+    for term in ("weights", "activations", "logits", "KV cache", "blocks", "context", "at once"):
+        assert term in text
+
+
+@given(
+    kv_bytes=st.integers(1 << 14, 1 << 32),
+    block_size=st.sampled_from([1, 4, 16, 32]),
+    windows=st.lists(st.sampled_from([None, 64, 512]), min_size=1, max_size=6),
+    chunk=st.integers(1, 4096),
+)
+def test_the_promised_length_always_fits(kv_bytes: int, block_size: int, windows: list[int | None], chunk: int) -> None:
+    config = EngineConfig(kv_cache_memory_bytes=kv_bytes, block_size=block_size, max_num_batched_tokens=chunk)
+    try:
+        made = plan(config, model(tuple(windows)))
+    except MemoryPlanError:
+        return
+    assert made.kv_bytes <= kv_bytes
+    assert made.max_concurrency >= 1.0
+    for have, group in zip(made.num_blocks, made.groups, strict=True):
+        assert have >= group.blocks_for(made.max_model_len, chunk)
