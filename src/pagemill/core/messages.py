@@ -10,7 +10,17 @@ import msgspec
 
 from pagemill.params import FinishReason, SamplingParams
 
-__all__ = ["BlockCopy", "EngineOutput", "EngineRequest", "NewRow", "SchedulerOutput", "StepResult", "TokenLogprobs"]
+__all__ = [
+    "BlockCopy",
+    "EngineOutput",
+    "EngineRequest",
+    "NewRow",
+    "SchedulerOutput",
+    "SchedulerStats",
+    "StepResult",
+    "TokenLogprobs",
+    "ending_token_ids",
+]
 
 TokenLogprobs = list[tuple[int, float, int]]
 """Candidates at one position as (token id, log probability, rank); the chosen token first, then the best ones."""
@@ -35,6 +45,12 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     bad_words_token_ids: list[list[int]] = []
     seed: int = 0
     """Resolved: the front draws one when the caller gave none."""
+
+
+def ending_token_ids(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
+    """Tokens that end an output. The worker must suppress all of them until ``params.min_tokens`` are out."""
+    ending = params.stop_token_ids if params.ignore_eos else params.stop_token_ids + eos_token_ids
+    return frozenset(ending)
 
 
 class NewRow(msgspec.Struct, kw_only=True):
@@ -107,3 +123,27 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     error: str | None = None
     error_status: int = 500
     """HTTP status of ``error``."""
+
+
+class SchedulerStats(msgspec.Struct, kw_only=True):
+    """Core -> front: the queues and the KV cache now, and totals since the start (``num_*_total``, tokens)."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    """All KV cache groups together."""
+    num_used_blocks: int
+    """Blocks that requests hold; shared ones counted once."""
+    kv_cache_usage: float
+    """Share of blocks in use, of the group where it is highest, 0 to 1."""
+    prefix_query_tokens_total: int
+    """Prompt tokens looked up for requests that start (not for those that resume)."""
+    prefix_hit_tokens_total: int
+    """Of those, tokens whose KV another request had computed."""
+    num_preemptions_total: int
+    allocated_slots: int
+    """Token slots in the blocks held after the latest step was planned."""
+    filled_slots: int
+    """Of those, slots that hold a token once that step is computed."""
+    slot_utilization: float
+    """filled / allocated, averaged over all steps so far; 1 before the first."""
