@@ -156,12 +156,12 @@ class _Suppressed:
 
 
 class MinTokens(_SideTable[_Suppressed]):
-    """``min_tokens``: every end-of-text and stop id is forbidden until so many tokens are out."""
+    """``min_tokens``: every id that would end the output is forbidden until so many tokens are out."""
 
     def add(self, row: int, request: RowRequest) -> None:
         params = request.params
         remaining = params.min_tokens - (len(request.token_ids) - request.num_prompt_tokens)
-        ids = self._known((*request.eos_token_ids, *params.stop_token_ids))
+        ids = self._known(params.stop_token_ids if params.ignore_eos else params.stop_token_ids + request.eos_token_ids)
         only_ends = params.allowed_token_ids is not None and set(self._known(params.allowed_token_ids)) <= set(ids)
         if remaining > 0 and ids and not only_ends:  # where only ends are allowed, nothing would be left
             self._entries[row] = _Suppressed(np.array(ids, np.int64), remaining)

@@ -1,0 +1,211 @@
+"""One step on any device: rows, inputs, forward pass, sampling, result.
+
+Owns the order of effects within a step::
+
+    execute(plan)   drop rows -> add rows -> append blocks -> copy blocks -> forward (KV is written) -> progress
+    sample(...)     a token for every row whose tokens are all computed -> append it to the row
+
+Must not decide what is computed (the core does) nor how (a :class:`Backend` does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pagemill.core.messages import BlockCopy, NewRow, SchedulerOutput, StepResult, TokenLogprobs
+from pagemill.kernels.ops import StepInputs
+from pagemill.sampling.logprobs import token_logprobs
+from pagemill.sampling.sampler import Sampler
+from pagemill.sampling.table import RowRequest
+from pagemill.worker.input_batch import InputBatch
+
+__all__ = ["Backend", "Forward", "ModelRunner"]
+
+Rows = NDArray[np.int64]
+MAX_PROMPT_LOGITS = 256
+"""Prompt positions whose logits are in memory at once; a longer chunk with prompt_logprobs is computed in parts."""
+
+
+class Backend(Protocol):
+    """Computes a decoder's steps over KV memory of its own."""
+
+    name: str
+    device: torch.device
+
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """Write the step's keys and values; logits float32 [L, V] of ``inputs.logits_rows``, the caller's to change."""
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy whole blocks within their group's layers."""
+
+
+@dataclass(slots=True)
+class Forward:
+    """A forward pass, between ``execute`` and ``sample``."""
+
+    rows: Rows  # [R] the plan's rows
+    sampled: list[int] = field(default_factory=list)
+    """Which of them get a token, in the order of the logits."""
+    logits: list[torch.Tensor] = field(default_factory=list)  # parts of [len(sampled), V]
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    non_finite: set[str] = field(default_factory=set)
+    """Requests that already failed on a prompt position."""
+
+
+class ModelRunner:
+    """Steps over the requests of one worker."""
+
+    def __init__(self, backend: Backend, batch: InputBatch, sampler: Sampler) -> None:
+        self.backend = backend
+        self.batch = batch
+        self.sampler = sampler
+        self._prompt_logprobs: dict[int, int] = {}
+        """Row -> candidates wanted for each prompt token."""
+
+    def execute(self, plan: SchedulerOutput) -> Forward:
+        """Bring the rows up to date and run the forward pass."""
+        self._update_rows(plan)
+        rows = self.batch.rows(plan)
+        forward = Forward(rows)
+        remaining = np.array(plan.num_new_tokens, np.int64)
+        while remaining.any():
+            counts = self._part(rows, remaining)
+            self._forward_part(plan, forward, np.flatnonzero(counts), counts)
+            remaining -= counts
+        return forward
+
+    def sample(self, plan: SchedulerOutput, mask: NDArray[np.int32] | None, forward: Forward) -> StepResult:
+        """Tokens for the rows that are due. ``mask`` int32 [R, ceil(V / 32)], parallel to the plan's requests."""
+        token_ids: list[list[int]] = [[] for _ in plan.request_ids]
+        failed = forward.non_finite
+        result = StepResult(token_ids=token_ids, prompt_logprobs=forward.prompt_logprobs, non_finite=sorted(failed))
+        if not forward.sampled:
+            return result
+        index = np.array(forward.sampled)
+        rows = forward.rows[index]
+        logits = forward.logits[0] if len(forward.logits) == 1 else torch.cat(forward.logits)
+        positions = self.batch.num_tokens[rows].astype(np.int64)
+        sampled = self.sampler.sample(logits, rows, positions, None if mask is None else mask[index])
+        good = ~sampled.non_finite
+        self.batch.append_tokens(rows[good], sampled.token_ids[good])
+        for i, token, ok in zip(forward.sampled, sampled.token_ids.tolist(), good.tolist(), strict=True):
+            if plan.request_ids[i] in failed:
+                continue
+            if ok:
+                token_ids[i].append(token)
+            else:
+                result.non_finite.append(plan.request_ids[i])
+        if sampled.logprobs is not None:
+            result.logprobs = [None] * len(token_ids)
+            for i, entry in zip(forward.sampled, sampled.logprobs, strict=True):
+                result.logprobs[i] = [entry] if entry is not None and token_ids[i] else None
+        return result
+
+    def warm_up(self) -> None:
+        """Compute one token in block 0, whose contents nobody has claimed yet, so that first calls pay nothing."""
+        tables = [np.zeros((1, 1), np.int32) for _ in self.batch.block_tables]
+        zero = torch.zeros(1, dtype=torch.int32, device=self.backend.device)
+        inputs = StepInputs(
+            token_ids=zero,
+            positions=zero,
+            query_start=torch.tensor([0, 1], dtype=torch.int32, device=self.backend.device),
+            context_lens=zero + 1,
+            slot_mapping=[zero for _ in tables],
+            block_tables=[torch.from_numpy(table).to(self.backend.device) for table in tables],
+            logits_rows=zero,
+        )
+        self.backend.forward(inputs)
+
+    # ---- rows -------------------------------------------------------------------------------------------------------
+
+    def _update_rows(self, plan: SchedulerOutput) -> None:
+        for request_id in (*plan.finished_request_ids, *plan.preempted_request_ids):
+            row = self.batch.remove(request_id)
+            if row is not None:
+                self.sampler.remove(row)
+                self._prompt_logprobs.pop(row, None)
+        for new in plan.new_rows:
+            self._add(new)
+        for request_id, blocks in zip(plan.request_ids, plan.new_block_ids, strict=True):
+            if blocks is not None:
+                self.batch.append_blocks(self.batch.row_of(request_id), blocks)
+        if plan.block_copies:
+            self.backend.copy_blocks(plan.block_copies)
+
+    def _add(self, new: NewRow) -> None:
+        row = self.batch.add(new)
+        if new.params.prompt_logprobs is not None:
+            self._prompt_logprobs[row] = new.params.prompt_logprobs
+        request = RowRequest(
+            params=new.params,
+            seed=new.seed,
+            token_ids=self.batch.token_ids[row, : len(new.token_ids)],
+            num_prompt_tokens=new.num_prompt_tokens,
+            eos_token_ids=new.eos_token_ids,
+            bad_words=tuple(tuple(word) for word in new.bad_words_token_ids),
+        )
+        self.sampler.add(row, request)
+
+    # ---- forward ----------------------------------------------------------------------------------------------------
+
+    def _part(self, rows: Rows, remaining: Rows) -> Rows:
+        """How many tokens of each row go into the next forward pass: all, but for long prompts with logprobs."""
+        counts = remaining.copy()
+        if self._prompt_logprobs:
+            room = MAX_PROMPT_LOGITS
+            for i, row in enumerate(rows.tolist()):
+                if row in self._prompt_logprobs:
+                    counts[i] = min(counts[i], room)
+                    room -= counts[i]
+        return counts
+
+    def _forward_part(self, plan: SchedulerOutput, forward: Forward, index: Rows, all_counts: Rows) -> None:
+        """Run the requests ``index`` of the plan over ``all_counts`` tokens each."""
+        batch, rows, counts = self.batch, forward.rows[index], all_counts[index]
+        ends = batch.ends(rows, counts)
+        last_token = np.cumsum(counts) - 1
+        prompt_rows = self._prompt_positions(rows, counts)
+        logits_rows = np.concatenate([last_token[ends], *(tokens for _, tokens in prompt_rows)])
+        inputs = batch.build(rows, counts, logits_rows, self.backend.device)
+        logits = self.backend.forward(inputs)
+        num_sampled = int(ends.sum())
+        start = num_sampled
+        for i, tokens in prompt_rows:
+            self._report_prompt(plan.request_ids[index[i]], rows[i], logits[start : start + len(tokens)], forward)
+            start += len(tokens)
+        batch.advance(rows, counts)
+        if num_sampled:
+            forward.sampled += index[ends].tolist()
+            forward.logits.append(logits[:num_sampled])
+
+    def _prompt_positions(self, rows: Rows, counts: Rows) -> list[tuple[int, Rows]]:
+        """(index in rows, step tokens whose logits foretell the next prompt token) where prompt_logprobs is asked."""
+        if not self._prompt_logprobs:
+            return []
+        found = []
+        ends = np.cumsum(counts)
+        for i, row in enumerate(rows.tolist()):
+            if row in self._prompt_logprobs:
+                computed = int(self.batch.num_computed_tokens[row])
+                most = int(self.batch.num_prompt_tokens[row]) - 1 - computed
+                if most > 0:
+                    first = int(ends[i] - counts[i])
+                    found.append((i, np.arange(first, first + min(int(counts[i]), most))))
+        return found
+
+    def _report_prompt(self, request_id: str, row: int, logits: torch.Tensor, forward: Forward) -> None:
+        """Log probabilities of the prompt tokens that follow those just computed."""
+        if not bool(torch.isfinite(logits).all()):
+            forward.non_finite.add(request_id)
+            return
+        first = int(self.batch.num_computed_tokens[row]) + 1
+        following = self.batch.token_ids[row, first : first + len(logits)].astype(np.int64)
+        wanted = np.full(len(logits), self._prompt_logprobs[row], np.int32)
+        entries = token_logprobs(logits, following, wanted)
+        forward.prompt_logprobs.setdefault(request_id, []).extend(entries)
