@@ -12,7 +12,7 @@
 
 namespace pm::PM_ISA {
 
-// Largest |x[i]|. NaN counts as nothing here, and quantises to 0.
+// Largest |x[i]|. NaN counts as nothing here (and quantises to -127).
 inline float row_absmax(const float* x, int64_t n) {
   float lanes[16] = {};
   int64_t i = 0;

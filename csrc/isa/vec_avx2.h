@@ -1,0 +1,93 @@
+#pragma once
+
+#include <immintrin.h>
+
+namespace pm::PM_ISA {
+
+constexpr int kLanes = 8;
+using F32 = __m256;
+using I32 = __m256i;
+
+inline F32 load(const float* p) { return _mm256_loadu_ps(p); }
+inline I32 load_i32(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline void store(float* p, F32 v) { _mm256_storeu_ps(p, v); }
+inline void store(int32_t* p, I32 v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
+inline __m256i first_lanes(int n) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+inline F32 load_part(const float* p, int n) { return _mm256_maskload_ps(p, first_lanes(n)); }
+inline void store_part(float* p, F32 v, int n) { _mm256_maskstore_ps(p, first_lanes(n), v); }
+
+inline F32 splat(float x) { return _mm256_set1_ps(x); }
+inline I32 splat_i32(int32_t x) { return _mm256_set1_epi32(x); }
+inline F32 zero_f32() { return _mm256_setzero_ps(); }
+inline I32 zero_i32() { return _mm256_setzero_si256(); }
+inline I32 splat_word(const void* p) {
+  int32_t word;
+  std::memcpy(&word, p, 4);
+  return _mm256_set1_epi32(word);
+}
+
+inline F32 fma(F32 a, F32 b, F32 c) { return _mm256_fmadd_ps(a, b, c); }
+inline F32 vmin(F32 a, F32 b) { return _mm256_min_ps(a, b); }
+inline F32 vmax(F32 a, F32 b) { return _mm256_max_ps(a, b); }
+inline F32 to_f32(I32 v) { return _mm256_cvtepi32_ps(v); }
+inline I32 round_i32(F32 v) { return _mm256_cvtps_epi32(v); }
+inline F32 as_f32(I32 v) { return _mm256_castsi256_ps(v); }
+inline I32 as_i32(F32 v) { return _mm256_castps_si256(v); }
+inline I32 add(I32 a, I32 b) { return _mm256_add_epi32(a, b); }
+inline I32 sub(I32 a, I32 b) { return _mm256_sub_epi32(a, b); }
+inline I32 and_(I32 a, I32 b) { return _mm256_and_si256(a, b); }
+template <int N>
+inline I32 shift_left(I32 v) { return _mm256_slli_epi32(v, N); }
+template <int N>
+inline I32 shift_right(I32 v) { return _mm256_srli_epi32(v, N); }
+
+inline F32 load_f16(const uint16_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+inline I32 low_nibbles(I32 w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
+inline I32 high_nibbles(I32 w) { return _mm256_and_si256(_mm256_srli_epi16(w, 4), _mm256_set1_epi8(15)); }
+
+#ifdef PM_ISA_IS_AVXVNNI
+
+constexpr int kW8Offset = 0;
+using W8 = I32;
+inline W8 prepare_w8(I32 w) { return w; }
+inline I32 dot8(I32 acc, W8 w, I32 a) { return _mm256_dpbusd_avx_epi32(acc, w, a); }
+
+using S4 = I32;
+inline S4 start4() { return zero_i32(); }
+inline S4 step4(S4 acc, I32 w, I32 a) { return _mm256_dpbusd_avx_epi32(acc, w, a); }
+inline I32 finish4(S4 acc) { return acc; }
+
+#else
+
+// vpmaddubsw adds two products in int16 and saturates: 255 * 127 * 2 does not fit. So the weight's sign moves to the
+// activation, |w - 128| <= 128 stays unsigned, and 2 * 128 * 127 = 32512 fits: exact. The kernels take out the 128.
+constexpr int kW8Offset = 128;
+struct W8 {
+  I32 value, magnitude;
+};
+inline W8 prepare_w8(I32 w) {
+  const I32 value = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+  return {value, _mm256_abs_epi8(value)};
+}
+inline I32 dot8(I32 acc, W8 w, I32 a) {
+  const I32 pairs = _mm256_maddubs_epi16(w.magnitude, _mm256_sign_epi8(a, w.value));
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+
+// 4-bit weights stay in int16 for a whole group: 8 steps of at most 2 * 15 * 127 are 30480.
+using S4 = I32;
+inline S4 start4() { return zero_i32(); }
+inline S4 step4(S4 acc, I32 w, I32 a) { return _mm256_add_epi16(acc, _mm256_maddubs_epi16(w, a)); }
+inline I32 finish4(S4 acc) { return _mm256_madd_epi16(acc, _mm256_set1_epi16(1)); }
+
+#endif
+
+constexpr bool kHasDotBf16 = false;
+inline F32 dot_bf16(F32 acc, I32, I32) { return acc; }
+
+}  // namespace pm::PM_ISA

@@ -1,0 +1,80 @@
+#pragma once
+
+#include <immintrin.h>
+
+namespace pm::PM_ISA {
+
+constexpr int kLanes = 16;
+using F32 = __m512;
+using I32 = __m512i;
+
+inline F32 load(const float* p) { return _mm512_loadu_ps(p); }
+inline I32 load_i32(const void* p) { return _mm512_loadu_si512(p); }
+inline void store(float* p, F32 v) { _mm512_storeu_ps(p, v); }
+inline void store(int32_t* p, I32 v) { _mm512_storeu_si512(p, v); }
+inline __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
+// The first n < kLanes lanes; the others read as 0 and are not written.
+inline F32 load_part(const float* p, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
+inline void store_part(float* p, F32 v, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), v); }
+// p[0..8) and p[16..24): see gate_tile in linear/epilogue.h.
+inline F32 load_two_halves(const float* p) {
+  return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(p)), _mm256_loadu_ps(p + 16), 1);
+}
+
+inline F32 splat(float x) { return _mm512_set1_ps(x); }
+inline I32 splat_i32(int32_t x) { return _mm512_set1_epi32(x); }
+inline F32 zero_f32() { return _mm512_setzero_ps(); }
+inline I32 zero_i32() { return _mm512_setzero_si512(); }
+// The 4 bytes at p in every lane.
+inline I32 splat_word(const void* p) {
+  int32_t word;
+  std::memcpy(&word, p, 4);
+  return _mm512_set1_epi32(word);
+}
+
+inline F32 fma(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }
+inline F32 vmin(F32 a, F32 b) { return _mm512_min_ps(a, b); }
+inline F32 vmax(F32 a, F32 b) { return _mm512_max_ps(a, b); }
+inline F32 to_f32(I32 v) { return _mm512_cvtepi32_ps(v); }
+inline I32 round_i32(F32 v) { return _mm512_cvtps_epi32(v); }
+inline F32 as_f32(I32 v) { return _mm512_castsi512_ps(v); }
+inline I32 as_i32(F32 v) { return _mm512_castps_si512(v); }
+inline I32 add(I32 a, I32 b) { return _mm512_add_epi32(a, b); }
+inline I32 sub(I32 a, I32 b) { return _mm512_sub_epi32(a, b); }
+inline I32 and_(I32 a, I32 b) { return _mm512_and_si512(a, b); }
+template <int N>
+inline I32 shift_left(I32 v) { return _mm512_slli_epi32(v, N); }
+template <int N>
+inline I32 shift_right(I32 v) { return _mm512_srli_epi32(v, N); }
+
+// kLanes float16 values.
+inline F32 load_f16(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+
+// dot8 adds sum(j < 4) of (w[4 l + j] - kW8Offset) * a[j] to lane l.
+constexpr int kW8Offset = 0;
+using W8 = I32;
+inline W8 prepare_w8(I32 w) { return w; }
+inline I32 dot8(I32 acc, W8 w, I32 a) { return _mm512_dpbusd_epi32(acc, w, a); }
+
+// 4-bit weights: step4 at most 8 times (one group of 32), then finish4 adds the group's sum to an int32 accumulator.
+using S4 = I32;
+inline S4 start4() { return zero_i32(); }
+inline S4 step4(S4 acc, I32 w, I32 a) { return _mm512_dpbusd_epi32(acc, w, a); }
+inline I32 finish4(S4 acc) { return acc; }
+inline I32 low_nibbles(I32 w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
+inline I32 high_nibbles(I32 w) { return _mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(15)); }
+
+#ifdef PM_ISA_IS_AVX512BF16
+constexpr bool kHasDotBf16 = true;
+// Adds w[2 l] * a[0] + w[2 l + 1] * a[1] (bfloat16) to lane l.
+inline F32 dot_bf16(F32 acc, I32 w, I32 a) {
+  return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(w), reinterpret_cast<__m512bh>(a));
+}
+#else
+constexpr bool kHasDotBf16 = false;
+inline F32 dot_bf16(F32 acc, I32, I32) { return acc; }
+#endif
+
+}  // namespace pm::PM_ISA
