@@ -58,9 +58,10 @@ inline W8 prepare_w8(I32 w) { return w; }
 inline I32 dot8(I32 acc, W8 w, I32 a) { return _mm256_dpbusd_avx_epi32(acc, w, a); }
 
 using S4 = I32;
-inline S4 start4() { return zero_i32(); }
+inline S4 start4(I32 offset) { return offset; }
 inline S4 step4(S4 acc, I32 w, I32 a) { return _mm256_dpbusd_avx_epi32(acc, w, a); }
-inline I32 finish4(S4 acc) { return acc; }
+template <class Offset>
+inline I32 finish4(S4 acc, Offset) { return acc; }
 
 #else
 
@@ -81,9 +82,12 @@ inline I32 dot8(I32 acc, W8 w, I32 a) {
 
 // 4-bit weights stay in int16 for a whole group: 8 steps of at most 2 * 15 * 127 are 30480.
 using S4 = I32;
-inline S4 start4() { return zero_i32(); }
+inline S4 start4(I32) { return zero_i32(); }
 inline S4 step4(S4 acc, I32 w, I32 a) { return _mm256_add_epi16(acc, _mm256_maddubs_epi16(w, a)); }
-inline I32 finish4(S4 acc) { return _mm256_madd_epi16(acc, _mm256_set1_epi16(1)); }
+template <class Offset>
+inline I32 finish4(S4 acc, Offset offset) {
+  return _mm256_add_epi32(_mm256_madd_epi16(acc, _mm256_set1_epi16(1)), offset());
+}
 
 #endif
 

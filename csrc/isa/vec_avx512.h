@@ -58,11 +58,12 @@ using W8 = I32;
 inline W8 prepare_w8(I32 w) { return w; }
 inline I32 dot8(I32 acc, W8 w, I32 a) { return _mm512_dpbusd_epi32(acc, w, a); }
 
-// 4-bit weights: step4 at most 8 times (one group of 32), then finish4 adds the group's sum to an int32 accumulator.
+// 4-bit weights: start4, step4 at most 8 times (one group of 32), finish4. `offset` is an int32 term of the sum.
 using S4 = I32;
-inline S4 start4() { return zero_i32(); }
+inline S4 start4(I32 offset) { return offset; }
 inline S4 step4(S4 acc, I32 w, I32 a) { return _mm512_dpbusd_epi32(acc, w, a); }
-inline I32 finish4(S4 acc) { return acc; }
+template <class Offset>
+inline I32 finish4(S4 acc, Offset) { return acc; }
 inline I32 low_nibbles(I32 w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
 inline I32 high_nibbles(I32 w) { return _mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(15)); }
 

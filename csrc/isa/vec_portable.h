@@ -102,9 +102,10 @@ inline I32 dot8(I32 acc, W8 w, I32 a) {
 }
 
 using S4 = I32;
-inline S4 start4() { return zero_i32(); }
+inline S4 start4(I32 offset) { return offset; }
 inline S4 step4(S4 acc, I32 w, I32 a) { return dot8(acc, w, a); }
-inline I32 finish4(S4 acc) { return acc; }
+template <class Offset>
+inline I32 finish4(S4 acc, Offset) { return acc; }
 inline I32 low_nibbles(I32 w) { return w & splat_i32(0x0F0F0F0F); }
 inline I32 high_nibbles(I32 w) { return shift_right<4>(w) & splat_i32(0x0F0F0F0F); }
 
