@@ -1,0 +1,348 @@
+"""The native matrix products against plain torch, on every instruction set of this machine.
+
+Tolerances: integer kinds are exact up to the float scaling, so they are held to 1e-5 of the row's magnitude against the
+same integers in float64; float kinds to the rounding of K sequential float32 additions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+native = pytest.importorskip("pagemill._native")
+
+KINDS = ("f32", "bf16", "int8", "group4", "group4_min", "group8", "group8_min", "group8_16", "group8_16_min")
+ODD_SHAPES = [(1, 1, 1), (1, 16, 32), (2, 33, 31), (3, 7, 100), (5, 100, 65), (7, 96, 576), (12, 64, 64), (13, 31, 129)]
+
+
+@dataclass
+class Case:
+    """Packed weights and what they mean: `dense` is [rows, k] float64, exactly as stored."""
+
+    packed: native.PackedLinear
+    dense: torch.Tensor
+    bias: torch.Tensor | None
+
+
+def make(kind: str, rows: int, k: int, *, gated: bool = False, bias: bool = False, group: int = 32, seed: int = 0) -> Case:
+    gen = torch.Generator().manual_seed(seed)
+    base, _, rest = kind.partition("_")
+    if rest.startswith("16"):
+        group = 16
+    has_min = kind.endswith("min")
+    packed = native.PackedLinear(
+        base, rows, k, gated=gated, bias=bias, group=group if base.startswith("group") else 0, has_min=has_min
+    )
+    if base in ("f32", "bf16"):
+        w = torch.randn(rows, k, generator=gen)
+        w = w.bfloat16() if base == "bf16" else w
+        packed.write_floats(0, w)
+        dense = w.double()
+    elif base == "int8":
+        q = torch.randint(-128, 128, (rows, k), generator=gen, dtype=torch.int8)
+        scale = torch.rand(rows, generator=gen) / 64
+        packed.write_int8(0, q, scale)
+        dense = q.double() * scale.double()[:, None]
+    else:
+        zero = 8 if base == "group4" else 32 if group == 16 else 128
+        high = 16 if base == "group4" else 64 if group == 16 else 256
+        q = torch.randint(0, high, (rows, k), generator=gen, dtype=torch.uint8)
+        groups = -(-k // group)
+        scale = (torch.rand(rows, groups, generator=gen) / 64).half().float()
+        minimum = (torch.randn(rows, groups, generator=gen) / 8).half().float() if has_min else None
+        packed.write_groups(0, q, scale, min=minimum, zero=zero)
+        spread = scale.repeat_interleave(group, 1)[:, :k].double()
+        if minimum is not None:
+            dense = q.double() * spread + minimum.repeat_interleave(group, 1)[:, :k].double()
+        else:
+            dense = (q.double() - zero) * spread
+    b = None
+    if bias:
+        b = torch.randn(rows, generator=gen)
+        packed.write_bias(0, b)
+    return Case(packed, dense, b)
+
+
+def activations(kind: str, x: torch.Tensor) -> torch.Tensor:
+    """What the kernels see of x [m, k]: float64."""
+    m, k = x.shape
+    if kind == "f32":
+        return x.double()
+    if kind == "bf16":
+        return (x.bfloat16() if native.isa() == "avx512bf16" else x).double()
+    size = k if kind == "int8" else 32
+    padded = torch.nn.functional.pad(x, (0, -k % size)).view(m, -1, size)
+    absmax = padded.abs().amax(2, keepdim=True)
+    scale = absmax / 127.0
+    q = torch.where(absmax > 0, padded * (127.0 / absmax), 0.0).round()
+    return (q.double() * scale.double()).view(m, -1)[:, :k]
+
+
+def reference(case: Case, kind: str, x: torch.Tensor, gate: str = "silu") -> torch.Tensor:
+    y = activations(kind, x) @ case.dense.T
+    if case.bias is not None:
+        y = y + case.bias.double()
+    if case.packed.gated:
+        g, u = y.chunk(2, dim=1)
+        act = torch.nn.functional.silu(g) if gate == "silu" else torch.nn.functional.gelu(g, approximate="tanh")
+        y = act * u
+    return y
+
+
+def run(case: Case, x: torch.Tensor, **options: object) -> torch.Tensor:
+    out = torch.full((x.shape[0], case.packed.n), float("nan"))
+    native.linear(x, case.packed, out, **options)
+    return out
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor, kind: str, k: int) -> None:
+    # Relative to the size of the sums, not to each result: terms cancel.
+    unit = want.abs().amax().item() + 1e-6
+    tolerance = {"f32": 3e-7, "bf16": 3e-6}.get(kind, 3e-7) * max(16.0, k**0.5 * 4)
+    assert (got.double() - want).abs().max().item() <= tolerance * unit
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("m", "n", "k"), [*ODD_SHAPES, (60, 960, 576), (25, 96, 1536)])
+def test_products_match_the_reference(isa: str, kind: str, m: int, n: int, k: int) -> None:
+    case = make(kind, n, k, bias=(n % 2 == 1))
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(1))
+    assert_near(run(case, x), reference(case, kind, x), kind, k)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("m", "f", "k"), [(1, 1, 8), (3, 40, 64), (14, 27, 96), (2, 1536, 576)])
+def test_gated_products_match_the_reference(isa: str, kind: str, gate: str, m: int, f: int, k: int) -> None:
+    case = make(kind, 2 * f, k, gated=True, bias=(f == 27))
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(2)) / k**0.5
+    assert_near(run(case, x, gate=gate), reference(case, kind, x, gate), kind, k)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_accumulates_into_strided_rows_and_leaves_the_rest(isa: str, kind: str) -> None:
+    case = make(kind, 50, 70)
+    x = torch.randn(9, 70, generator=torch.Generator().manual_seed(3))
+    wide = torch.randn(9, 64, generator=torch.Generator().manual_seed(4))
+    before = wide.clone()
+    native.linear(x, case.packed, wide[:, 3:53], accumulate=True)
+    assert_near(wide[:, 3:53] - before[:, 3:53], reference(case, kind, x), kind, 70)
+    assert torch.equal(wide[:, :3], before[:, :3])
+    assert torch.equal(wide[:, 53:], before[:, 53:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_wanted_rows(isa: str, kind: str) -> None:
+    case = make(kind, 100, 64)
+    x = torch.randn(20, 64, generator=torch.Generator().manual_seed(5))
+    rows = torch.tensor([19, 0, 7, 7], dtype=torch.int32)
+    out = torch.empty(4, 100)
+    native.linear(x, case.packed, out, rows=rows)
+    assert torch.equal(out, run(case, x)[rows.long()])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_rows(isa: str, kind: str) -> None:
+    assert run(make(kind, 40, 48), torch.empty(0, 48)).shape == (0, 40)
+
+
+@pytest.mark.parametrize("kind", ["group4", "group4_min", "group8", "group8_min"])
+@pytest.mark.parametrize("group", [64, 128])
+def test_larger_groups(isa: str, kind: str, group: int) -> None:
+    for k in (576, 160):
+        case = make(kind, 48, k, group=group)
+        x = torch.randn(5, k, generator=torch.Generator().manual_seed(6))
+        assert_near(run(case, x), reference(case, kind, x), kind, k)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_row_has_the_same_bytes_alone_and_in_any_batch(isa: str, kind: str, gated: bool) -> None:
+    case = make(kind, 130, 200, gated=gated)
+    x = torch.randn(300, 200, generator=torch.Generator().manual_seed(7))
+    alone = torch.cat([run(case, x[i : i + 1]) for i in range(300)])
+    for size in [*range(2, 28), 60, 64, 97, 300]:
+        start = 300 - size if size % 2 else 0
+        batch = run(case, x[start : start + size])
+        assert batch.numpy().tobytes() == alone[start : start + size].numpy().tobytes(), size
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_do_not_depend_on_the_thread_count(isa: str, kind: str) -> None:
+    case = make(kind, 500, 129)
+    x = torch.randn(37, 129, generator=torch.Generator().manual_seed(8))
+    results = set()
+    for count in (1, 2, 3):
+        native.set_num_threads(count)
+        results.add(run(case, x).numpy().tobytes())
+    assert len(results) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_integer_kinds_agree_between_instruction_sets(kind: str) -> None:
+    """Not promised bit for bit (fused multiply-adds differ), but to float rounding."""
+    case = make(kind, 64, 96)
+    x = torch.randn(4, 96, generator=torch.Generator().manual_seed(9))
+    before = native.isa()
+    for name in native.available_isas():
+        native.set_isa(name)
+        assert_near(run(case, x), reference(case, kind, x), kind, 96)
+    native.set_isa(before)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kind=st.sampled_from(KINDS), m=st.integers(0, 30), n=st.integers(1, 150), k=st.integers(1, 300),
+    gated=st.booleans(), bias=st.booleans(), isa_name=st.sampled_from(native.available_isas()), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_any_shape(kind: str, m: int, n: int, k: int, gated: bool, bias: bool, isa_name: str, seed: int) -> None:
+    before = native.isa()
+    native.set_isa(isa_name)
+    try:
+        case = make(kind, 2 * n if gated else n, k, gated=gated, bias=bias, seed=seed)
+        x = torch.randn(m, k, generator=torch.Generator().manual_seed(seed)) / k**0.5
+        got = run(case, x)
+        if m > 0:
+            assert_near(got, reference(case, kind, x), kind, k)
+            assert torch.equal(got[m - 1 :], run(case, x[m - 1 :]))
+    finally:
+        native.set_isa(before)
+
+
+def test_extreme_integers_do_not_saturate(isa: str) -> None:
+    k = 1024
+    packed = native.PackedLinear("int8", 4, k)
+    extremes = torch.tensor([[-128], [127], [-127], [1]], dtype=torch.int8)
+    packed.write_int8(0, extremes.expand(4, k).contiguous(), torch.ones(4))
+    for sign in (1.0, -1.0):
+        out = run(Case(packed, torch.empty(0), None), torch.full((1, k), sign * 127.0))
+        assert out.tolist() == [[-128 * 127 * k * sign, 127 * 127 * k * sign, -127 * 127 * k * sign, 127 * k * sign]]
+    for bits, high in (("group4", 15), ("group8", 255)):
+        packed = native.PackedLinear(bits, 1, k, group=32, has_min=True)
+        packed.write_groups(0, torch.full((1, k), high, dtype=torch.uint8), torch.ones(1, 32), min=torch.zeros(1, 32))
+        for sign in (1.0, -1.0):
+            out = run(Case(packed, torch.empty(0), None), torch.full((1, k), sign * 127.0))
+            assert out.item() == sign * high * 127 * k
+
+
+# ------------------------------------------------------------------------------------------------ packing
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_unpacking_gives_back_what_was_stored(kind: str, gated: bool) -> None:
+    case = make(kind, 34, 77, gated=gated)
+    out = torch.empty(34, 77)
+    case.packed.unpack(out)
+    assert torch.allclose(out.double(), case.dense, rtol=1e-6, atol=1e-9)
+
+
+def test_rows_of_several_sources_share_one_packed_matrix() -> None:
+    q, k, v = (torch.randn(r, 64) for r in (20, 5, 7))
+    packed = native.PackedLinear("bf16", 32, 64)
+    packed.write_floats(0, q.bfloat16())
+    packed.write_floats(25, v.half())
+    packed.write_floats(20, k)
+    out = torch.empty(32, 64)
+    packed.unpack(out)
+    assert torch.equal(out, torch.cat([q, k, v.half().float()]).bfloat16().float())
+
+
+def test_floats_written_to_int8_are_rounded_per_row() -> None:
+    w = torch.randn(10, 40)
+    packed = native.PackedLinear("int8", 10, 40)
+    packed.write_floats(0, w)
+    out = torch.empty(10, 40)
+    packed.unpack(out)
+    scale = w.abs().amax(1, keepdim=True) / 127
+    assert ((out - w).abs() <= scale * 0.5001).all()
+
+
+def test_float16_scales_of_any_size_are_kept_exactly() -> None:
+    scale = torch.tensor([[6.1e-5, 1.2e-7, 3.4e-6, 5.96e-8], [60000.0, 1.0, 0.001, 0.02]]).half().float()
+    packed = native.PackedLinear("group4", 2, 128, group=32)
+    packed.write_groups(0, torch.full((2, 128), 9, dtype=torch.uint8), scale)
+    out = torch.empty(2, 128)
+    packed.unpack(out)
+    assert torch.equal(out, scale.repeat_interleave(32, 1))
+
+
+def test_four_bits_stay_four_bits() -> None:
+    packed = native.PackedLinear("group4", 4096, 576, group=32)
+    assert packed.nbytes <= 4096 * (576 * 4.5 / 8 + 4) + 4096
+
+
+@pytest.mark.parametrize(
+    ("make_it", "message"),
+    [
+        (lambda: native.PackedLinear("int3", 1, 1), "no weight kind 'int3'"),
+        (lambda: native.PackedLinear("group4", 4, 32, group=48), "group is 48"),
+        (lambda: native.PackedLinear("f32", 3, 4, gated=True), "even number"),
+        (lambda: native.PackedLinear("f32", 3, 4).write_floats(1, torch.zeros(3, 4)), "outside the packed matrix"),
+        (lambda: native.PackedLinear("f32", 3, 4).write_floats(0, torch.zeros(3, 5)), "expected"),
+        (lambda: native.linear(torch.zeros(1, 5), native.PackedLinear("f32", 3, 4), torch.zeros(1, 3)), "x is"),
+        (lambda: native.set_isa("mmx"), "available: portable"),
+    ],
+)
+def test_mistakes_are_named(make_it: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_it()  # type: ignore[operator]
+
+
+# ------------------------------------------------------------------------------------------------ activations
+
+
+@pytest.mark.parametrize("k", [1, 31, 64, 577])
+def test_token_quantisation(isa: str, k: int) -> None:
+    x = torch.randn(5, k, generator=torch.Generator().manual_seed(10)) * 3
+    x[3] = 0
+    q, scale, total = torch.empty(5, k, dtype=torch.int8), torch.empty(5, 1), torch.empty(5, 1, dtype=torch.int32)
+    native.quantize_token(x, q, scale, total)
+    absmax = x.abs().amax(1, keepdim=True)
+    want = torch.where(absmax > 0, x * (127.0 / absmax), 0.0).round()
+    assert torch.equal(q.float(), want)
+    assert torch.equal(scale, absmax / 127.0)
+    assert torch.equal(total, q.int().sum(1, keepdim=True, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("k", [1, 31, 64, 577])
+def test_group_quantisation(isa: str, k: int) -> None:
+    groups = -(-k // 32)
+    x = torch.randn(3, k, generator=torch.Generator().manual_seed(11))
+    q, scale = torch.empty(3, k, dtype=torch.int8), torch.empty(3, groups)
+    total = torch.empty(3, groups, dtype=torch.int32)
+    native.quantize_group(x, q, scale, total)
+    padded = torch.nn.functional.pad(x, (0, -k % 32)).view(3, groups, 32)
+    absmax = padded.abs().amax(2)
+    assert torch.equal(scale, absmax / 127.0)
+    want = (padded * (127.0 / absmax)[:, :, None]).round()
+    assert torch.equal(q.float(), want.view(3, -1)[:, :k])
+    assert torch.equal(total, want.sum(2).int())
+
+
+def test_hadamard_is_orthonormal_and_its_own_inverse(isa: str) -> None:
+    x = torch.randn(4, 1536, generator=torch.Generator().manual_seed(12))
+    matrix = torch.ones(1, 1)
+    while matrix.shape[0] < 512:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    want = (x.double().view(4, 3, 512) @ matrix.double() / 512**0.5).view(4, 1536)
+    y = x.clone()
+    native.hadamard(y, 512)
+    assert torch.allclose(y.double(), want, atol=1e-5)
+    native.hadamard(y, 512)
+    assert torch.allclose(y, x, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ the pool
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_every_task_runs_once(count: int) -> None:
+    native.set_num_threads(count)
+    assert native.team_selftest(200, 37) == 0
