@@ -86,12 +86,12 @@ def test_hit_rate_counts_neither_recomputation_nor_requests_that_skip_the_cache(
     engine.add(*(request(f"r{i}", make_prompt(9, seed=i), max_tokens=16) for i in range(3)))
     engine.run()
     stats = engine.scheduler.stats()
-    assert stats.num_preemptions > 0
-    assert stats.prefix_queries == 27
-    assert stats.prefix_hits == 0
+    assert stats.num_preemptions_total > 0
+    assert stats.prefix_query_tokens_total == 27
+    assert stats.prefix_hit_tokens_total == 0
     engine.add(request("p", make_prompt(9, seed=0), prompt_logprobs=0))
     engine.run()
-    assert engine.scheduler.stats().prefix_queries == 27
+    assert engine.scheduler.stats().prefix_query_tokens_total == 27
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_prompt_logprobs_are_not_sent_again_after_preemption():
     engine = Engine([full(8)], max_model_len=64)
     engine.add(*(request(f"r{i}", make_prompt(9, seed=i), max_tokens=16, prompt_logprobs=1) for i in range(3)))
     engine.run()
-    assert engine.scheduler.stats().num_preemptions > 0
+    assert engine.scheduler.stats().num_preemptions_total > 0
     for i in range(3):
         got = [c for output in engine.outputs[f"r{i}"] for c in output.new_prompt_logprobs or []]
         assert [candidates[0][0] for candidates in got] == make_prompt(9, seed=i)[1:]
@@ -180,7 +180,7 @@ def test_preempted_requests_return_first_and_do_not_thrash():
         assert preempted == sorted(preempted, reverse=True)
     for message in messages:
         assert engine.tokens[message.request_id] == alone(message)
-    assert 0 < engine.scheduler.stats().num_preemptions <= 12
+    assert 0 < engine.scheduler.stats().num_preemptions_total <= 12
 
 
 def test_a_resumed_request_waits_until_all_of_it_fits():
@@ -190,7 +190,7 @@ def test_a_resumed_request_waits_until_all_of_it_fits():
     while (plan := engine.step()) is not None:
         resumed += [(plan.step, row.request_id) for row in plan.new_rows if row.num_prompt_tokens < len(row.token_ids)]
     assert [request_id for _, request_id in resumed] == ["b"]
-    assert engine.scheduler.stats().num_preemptions == 1
+    assert engine.scheduler.stats().num_preemptions_total == 1
     end_of_a = next(p.step for p in engine.plans if "a" in p.finished_request_ids)
     assert resumed[0][0] == end_of_a
 
@@ -367,7 +367,7 @@ def test_slot_utilization_counts_shared_blocks_once():
     engine.step()
     stats = engine.scheduler.stats()
     assert stats.num_used_blocks == 4
-    assert (stats.slots_allocated, stats.slots_filled) == (16, 8 + 2 + 1)
+    assert (stats.allocated_slots, stats.filled_slots) == (16, 8 + 2 + 1)
     assert stats.slot_utilization == pytest.approx((9 / 12 + 11 / 16) / 2)
 
 
@@ -397,4 +397,4 @@ def test_tokens_depend_on_nothing_but_the_request(caching, chunk, specs):
     engine.run()
     assert engine.tokens == expected
     if specs == [full(16)]:
-        assert engine.scheduler.stats().num_preemptions > 0
+        assert engine.scheduler.stats().num_preemptions_total > 0

@@ -126,7 +126,7 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True):
-    """Core -> front: the queues and the KV cache now, and totals since the start."""
+    """Core -> front: the queues and the KV cache now, and totals since the start (``num_*_total``, tokens)."""
 
     num_running: int
     num_waiting: int
@@ -134,16 +134,16 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     """All KV cache groups together."""
     num_used_blocks: int
     """Blocks that requests hold; shared ones counted once."""
-    kv_usage: float
+    kv_cache_usage: float
     """Share of blocks in use, of the group where it is highest, 0 to 1."""
-    prefix_queries: int
+    prefix_query_tokens_total: int
     """Prompt tokens looked up for requests that start (not for those that resume)."""
-    prefix_hits: int
+    prefix_hit_tokens_total: int
     """Of those, tokens whose KV another request had computed."""
-    num_preemptions: int
-    slots_allocated: int
+    num_preemptions_total: int
+    allocated_slots: int
     """Token slots in the blocks held after the latest step was planned."""
-    slots_filled: int
+    filled_slots: int
     """Of those, slots that hold a token once that step is computed."""
     slot_utilization: float
     """filled / allocated, averaged over all steps so far; 1 before the first."""

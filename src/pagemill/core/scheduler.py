@@ -96,7 +96,7 @@ class Scheduler:
         self._step = 0
         self._num_added = 0
         self._query_tokens = self._hit_tokens = self._num_preemptions = 0
-        self._slots_allocated = self._slots_filled = 0
+        self._allocated_slots = self._filled_slots = 0
         self._utilization_sum, self._utilization_steps = 0.0, 0
 
     # ---- in and out -------------------------------------------------------------------------------------------------
@@ -424,9 +424,9 @@ class Scheduler:
         """Shared blocks are full: what is empty is at the end of each request's last block."""
         empty = sum([request.capacity - request.num_computed_tokens for request in requests]) - num_new_tokens
         allocated = self.kv.num_used_blocks * self.kv.block_size
-        self._slots_allocated = allocated
-        self._slots_filled = allocated - empty * len(self.kv.pools)
-        self._utilization_sum += self._slots_filled / allocated
+        self._allocated_slots = allocated
+        self._filled_slots = allocated - empty * len(self.kv.pools)
+        self._utilization_sum += self._filled_slots / allocated
         self._utilization_steps += 1
 
     def stats(self) -> SchedulerStats:
@@ -436,12 +436,12 @@ class Scheduler:
             num_waiting=len(self.waiting),
             num_blocks=self.kv.num_blocks,
             num_used_blocks=self.kv.num_used_blocks,
-            kv_usage=self.kv.usage,
-            prefix_queries=self._query_tokens,
-            prefix_hits=self._hit_tokens,
-            num_preemptions=self._num_preemptions,
-            slots_allocated=self._slots_allocated,
-            slots_filled=self._slots_filled,
+            kv_cache_usage=self.kv.usage,
+            prefix_query_tokens_total=self._query_tokens,
+            prefix_hit_tokens_total=self._hit_tokens,
+            num_preemptions_total=self._num_preemptions,
+            allocated_slots=self._allocated_slots,
+            filled_slots=self._filled_slots,
             slot_utilization=self._utilization_sum / self._utilization_steps if self._utilization_steps else 1.0,
         )
 

@@ -1,0 +1,188 @@
+"""The engine's heart: one step after another, as design.md draws it.
+
+Owns the order of effects in a step: take in what the front sent, schedule, start the forward pass, send what the step
+before produced (hidden under the forward), sample, accept tokens. Must not know sockets, text or devices: messages
+come from ``inbox``, outputs go to ``sink``, tensors stay behind the executor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from pagemill.config import EngineConfig
+from pagemill.core.messages import EngineOutput, SchedulerOutput, StepResult
+from pagemill.core.scheduler import Scheduler
+from pagemill.engine.wire import Abort, Add, Call, CallReply, StepOutputs, StepStats, Stop, ToEngine, reported
+from pagemill.errors import PagemillError
+from pagemill.params import FinishReason
+
+__all__ = ["EngineCore", "Grammars", "NoGrammars", "StepExecutor"]
+
+
+class StepExecutor(Protocol):
+    """The part of an executor that a step needs."""
+
+    def execute(self, plan: SchedulerOutput) -> Any:
+        """Start the forward pass; returns a handle at once."""
+
+    def sample(self, plan: SchedulerOutput, mask: Any, handle: Any) -> StepResult:
+        """Wait for the forward pass and sample."""
+
+    def call(self, name: str, *args: Any) -> Any:
+        """An admin operation on the worker."""
+
+    def shutdown(self) -> None:
+        """Free what the worker holds."""
+
+
+class Grammars(Protocol):
+    """Constrains what may be sampled."""
+
+    def bitmask(self, plan: SchedulerOutput) -> Any:
+        """Allowed tokens per row of ``plan``, or None where nothing is constrained."""
+
+
+class NoGrammars:
+    """Everything may be sampled."""
+
+    def bitmask(self, plan: SchedulerOutput) -> None:
+        """No row is constrained."""
+
+
+class EngineCore:
+    """Scheduler and executor, driven one step at a time by whoever owns the thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: StepExecutor,
+        *,
+        inbox: Callable[[], Iterable[ToEngine]],
+        sink: Callable[[StepOutputs | CallReply], None],
+        clock: Callable[[], float] = time.monotonic,
+        grammars: Grammars | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.stopping = False
+        """Set by :class:`~pagemill.engine.wire.Stop`; the loop around the steps ends."""
+        self._inbox = inbox
+        self._sink = sink
+        self._clock = clock
+        self._grammars: Grammars = grammars or NoGrammars()
+        self._pending: StepOutputs | None = None
+        self._refused: list[EngineOutput] = []
+        self._stale = False
+        """Requests were aborted since figures were last sent."""
+        self._last_step = 0
+
+    @classmethod
+    def create(
+        cls,
+        config: EngineConfig,
+        executor: Any,
+        *,
+        inbox: Callable[[], Iterable[ToEngine]],
+        sink: Callable[[StepOutputs | CallReply], None],
+    ) -> EngineCore:
+        """The core for an executor whose model is loaded."""
+        scheduler = Scheduler(
+            executor.kv_specs,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=executor.max_model_len,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            policy=config.scheduling_policy,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        return cls(scheduler, executor, inbox=inbox, sink=sink)
+
+    def step(self) -> bool:
+        """One step; False when there was nothing to compute (and everything produced has been sent)."""
+        for message in self._inbox():
+            self._handle(message)
+        start_s = self._clock()
+        plan = self.scheduler.schedule(start_s)
+        if plan is None:
+            self.flush()
+            return False
+        forward = self.executor.execute(plan)
+        self.flush()
+        mask = self._grammars.bitmask(plan)
+        result = self.executor.sample(plan, mask, forward)
+        done_s = self._clock()
+        outputs = self.scheduler.update(plan, result, done_s)
+        self._last_step = plan.step
+        stats = self._stats(start_s, done_s, plan.total_num_tokens)
+        self._pending = StepOutputs(outputs, stats, [row.request_id for row in plan.new_rows])
+        return True
+
+    def flush(self) -> None:
+        """Send what the last step produced, and what was refused since."""
+        pending, refused = self._pending, self._refused
+        if pending is None:
+            if not refused and not self._stale:
+                return
+            now_s = self._clock()
+            pending = StepOutputs([], self._stats(now_s, now_s, 0))
+        if refused:
+            pending.outputs.extend(refused)
+            self._refused = []
+        self._pending, self._stale = None, False
+        self._sink(pending)
+
+    def _handle(self, message: ToEngine) -> None:
+        if isinstance(message, Add):
+            for request in message.requests:
+                try:
+                    self.scheduler.add(request)
+                except PagemillError as error:
+                    self._refused.append(
+                        EngineOutput(
+                            request_id=request.request_id,
+                            new_token_ids=[],
+                            finish_reason=FinishReason.ERROR,
+                            error=str(error),
+                            error_status=error.status,
+                        )
+                    )
+        elif isinstance(message, Abort):
+            for request_id in message.request_ids:
+                self._stale |= self.scheduler.abort(request_id)
+        elif isinstance(message, Call):
+            self._sink(self._call(message))
+        else:
+            assert isinstance(message, Stop)
+            self.stopping = True
+
+    def _call(self, message: Call) -> CallReply:
+        """An admin operation: one of the core's own, else the executor's."""
+        try:
+            if message.name == "stats":
+                now_s = self._clock()
+                return CallReply(message.call_id, self._stats(now_s, now_s, 0))
+            if message.name == "check_invariants":
+                self.scheduler.check_invariants()
+                return CallReply(message.call_id)
+            return CallReply(message.call_id, self.executor.call(message.name, *message.args))
+        except (PagemillError, AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+            return CallReply(message.call_id, error=reported(error))
+
+    def _stats(self, start_s: float, done_s: float, num_tokens: int) -> StepStats:
+        now = self.scheduler.stats()
+        return StepStats(
+            self._last_step,
+            done_s,
+            start_s,
+            num_tokens,
+            now.num_running,
+            now.num_waiting,
+            now.kv_cache_usage,
+            now.prefix_query_tokens_total,
+            now.prefix_hit_tokens_total,
+            now.num_preemptions_total,
+            now.allocated_slots,
+            now.filled_slots,
+        )

@@ -1,0 +1,216 @@
+"""What the caller asks for, as the engine takes it: text to ids, every limit checked, n completions fanned out.
+
+Owns the checks that need the tokenizer or the model's sizes (bounds that need neither are in params.py). Must not do
+I/O or know asyncio. Nothing is ever cut without ``truncate_prompt_tokens``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from pagemill.config import EngineConfig
+from pagemill.core.messages import EngineRequest
+from pagemill.errors import PromptTooLongError, RequestError
+from pagemill.model_config import ModelConfig
+from pagemill.params import SamplingParams
+
+__all__ = ["InputProcessor", "PreparedRequest", "TextTokens"]
+
+_SEED_MASK = 2**64 - 1
+
+
+class TextTokens(Protocol):
+    """The part of a tokenizer that turning text into ids needs."""
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that are not text."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end a text."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Text to ids."""
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of exactly this token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRequest:
+    """A request that passed every check."""
+
+    request_id: str
+    """The caller's name for it."""
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    """With ``max_tokens`` resolved."""
+    requests: list[EngineRequest]
+    """One per completion."""
+    stop_by_id: dict[int, str]
+    """Stop strings that are one special token each, which the engine can stop at by id."""
+
+    @property
+    def needs_engine(self) -> bool:
+        """False where nothing is to be computed: no output and no figures of the prompt are wanted."""
+        return self.params.max_tokens != 0 or self.params.prompt_logprobs is not None
+
+
+class InputProcessor:
+    """Turns prompts into requests for one model.
+
+    With ``clamp`` an output that would not fit the context is shortened (and ends with ``length``), as offline use
+    expects; without it the request is refused.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TextTokens,
+        *,
+        model_config: ModelConfig,
+        max_model_len: int,
+        config: EngineConfig,
+        clamp: bool = False,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self.vocab_size = model_config.vocab_size
+        self.max_logprobs = config.max_logprobs
+        self.eos_token_ids = tuple(sorted({*tokenizer.eos_ids, *model_config.eos_token_ids}))
+        self._clamp = clamp
+        self._random = random.Random(config.seed)
+
+    def prepare(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        *,
+        arrival_s: float,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> PreparedRequest:
+        """Check a request and make the engine's requests of it; :class:`RequestError` says what is wrong."""
+        params.verify()
+        text = prompt if isinstance(prompt, str) else None
+        prompt_token_ids = self._prompt_token_ids(prompt, params, add_special_tokens=add_special_tokens)
+        self._check_token_ids(params)
+        max_tokens = self._max_tokens(len(prompt_token_ids), params)
+        params = msgspec.structs.replace(params, max_tokens=max_tokens)
+        stop_by_id = self._stop_by_id(params)
+        seed = self._random.getrandbits(63) if params.seed is None else params.seed
+        bad_words = [ids for word in params.bad_words for ids in self._bad_word(word)]
+        unique = os.urandom(4).hex()
+        requests = []
+        for index in range(params.n):
+            child = msgspec.structs.replace(
+                params,
+                n=1,
+                stop_token_ids=(*params.stop_token_ids, *stop_by_id),
+                prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+            )
+            requests.append(
+                EngineRequest(
+                    request_id=f"{request_id}-{unique}" + (f"-{index}" if params.n > 1 else ""),
+                    prompt_token_ids=prompt_token_ids,
+                    params=child,
+                    max_tokens=max_tokens,
+                    arrival_time_s=arrival_s,
+                    eos_token_ids=self.eos_token_ids,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    bad_words_token_ids=bad_words,
+                    seed=(seed + index) & _SEED_MASK,
+                )
+            )
+        return PreparedRequest(
+            request_id=request_id,
+            prompt=text,
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            requests=requests,
+            stop_by_id=stop_by_id,
+        )
+
+    def _prompt_token_ids(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, add_special_tokens: bool
+    ) -> list[int]:
+        if isinstance(prompt, str):
+            token_ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if prompt else []
+        else:
+            token_ids = list(prompt)
+            for token_id in token_ids:
+                if type(token_id) is not int:
+                    raise RequestError(f"the prompt holds {token_id!r}; token ids are integers", param="prompt")
+                if not 0 <= token_id < self.vocab_size:
+                    raise RequestError(
+                        f"the prompt holds token id {token_id}; this model's ids are 0 to {self.vocab_size - 1}",
+                        param="prompt",
+                    )
+        if not token_ids:
+            raise RequestError("the prompt cannot be empty; send at least one character or token id", param="prompt")
+        if params.truncate_prompt_tokens is not None:
+            token_ids = token_ids[-params.truncate_prompt_tokens :]
+        return token_ids
+
+    def _check_token_ids(self, params: SamplingParams) -> None:
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(params, name) or ():
+                if token_id >= self.vocab_size:
+                    raise RequestError(
+                        f"{name} holds token id {token_id}; this model's ids are 0 to {self.vocab_size - 1}", param=name
+                    )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, name)
+            if value is not None and value > self.max_logprobs:
+                raise RequestError(
+                    f"{name}={value} is more than this engine gives, {self.max_logprobs} (--max-logprobs)", param=name
+                )
+
+    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """The output's limit in tokens, within what the prompt leaves of the context."""
+        limit, wanted = self.max_model_len, params.max_tokens
+        room = limit - num_prompt_tokens
+        if room < (0 if wanted == 0 else 1):
+            raise PromptTooLongError(
+                f"the prompt has {num_prompt_tokens} tokens and this model's context is {limit} tokens, of which the"
+                " output needs at least 1; shorten the prompt or set truncate_prompt_tokens",
+                param="prompt",
+            )
+        if wanted is None:
+            return room
+        if wanted > room and not self._clamp:
+            raise PromptTooLongError(
+                f"the prompt has {num_prompt_tokens} tokens and max_tokens={wanted}, together"
+                f" {num_prompt_tokens + wanted}; this model's context is {limit} tokens; ask for at most {room}",
+                param="max_tokens",
+            )
+        return min(wanted, room)
+
+    def _stop_by_id(self, params: SamplingParams) -> dict[int, str]:
+        """Stop strings that are one special token: skipped in the text, they would never be seen there."""
+        found = {}
+        for stop in params.stop:
+            token_id = self.tokenizer.token_to_id(stop)
+            if token_id is not None and token_id in self.tokenizer.special_ids:
+                found[token_id] = stop
+        return found
+
+    def _bad_word(self, word: str) -> list[list[int]]:
+        """A bad word's ids at the start of a text and after a space."""
+        bare = word.lstrip()
+        found: list[list[int]] = []
+        for text in (bare, " " + bare) if bare else (word,):
+            token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+            if token_ids and token_ids not in found:
+                found.append(token_ids)
+        return found

@@ -1,0 +1,327 @@
+"""The offline front: prompts in, finished outputs back, with the engine in this process.
+
+Owns the loop that drives the core until the work is done, and the progress bar. Everything runs in the caller's thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self, TypeVar
+
+from pagemill.config import DEFAULT_MODEL, EngineConfig, validate
+from pagemill.engine.client import InprocClient
+from pagemill.engine.detokenizer import Vocabulary
+from pagemill.engine.input import InputProcessor, PreparedRequest
+from pagemill.engine.metrics import Metrics, RunStats
+from pagemill.engine.output import OutputKind, OutputProcessor, RequestState
+from pagemill.engine.text import ModelText
+from pagemill.engine.wire import StepOutputs
+from pagemill.errors import PagemillError, RequestError
+from pagemill.models.sources import resolve_source
+from pagemill.models.tokenizer import Tokenizer
+from pagemill.params import FinishReason, RequestOutput, SamplingParams
+
+__all__ = ["LLM", "Prompt"]
+
+Prompt = str | Sequence[int] | dict[str, Any]
+"""Text, token ids, or vLLM's ``{"prompt": text}`` and ``{"prompt_token_ids": ids}``."""
+Message = dict[str, Any]
+Key = TypeVar("Key")
+_Split = tuple[str | Sequence[int], bool]
+"""The prompt proper, and whether text gets the tokenizer's special tokens."""
+
+
+class LLM:
+    """A model in this process, for offline work.
+
+    ``model`` is a folder, a .gguf file, a hub id or the embedded default; the other fields are
+    :class:`~pagemill.config.EngineConfig`'s. Not for several threads at once.
+    """
+
+    def __init__(self, model: str = DEFAULT_MODEL, **fields: Any) -> None:
+        self._open(EngineConfig(model=model, **fields))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        """An engine for a whole config."""
+        llm = cls.__new__(cls)
+        llm._open(config)
+        return llm
+
+    def _open(self, config: EngineConfig) -> None:
+        validate(config)
+        source = resolve_source(config.model, revision=config.revision)
+        self.config = dataclasses.replace(config, model=str(source.path))
+        self.text = ModelText.open(source, self.config)
+        self._client = InprocClient(self.config, self._on_outputs)
+        facts = self._client.facts
+        self.model_config = facts.model_config
+        self.max_model_len = facts.max_model_len
+        self.metrics = Metrics(model_name=source.name, max_model_len=facts.max_model_len)
+        self.metrics.engine_started(block_size=facts.block_size, num_blocks=facts.num_blocks)
+        self._output = OutputProcessor(Vocabulary(self.text.tokenizer), self.metrics)
+        self._input = InputProcessor(
+            self.text.tokenizer,
+            model_config=facts.model_config,
+            max_model_len=facts.max_model_len,
+            config=self.config,
+            clamp=True,
+        )
+        self._ids = itertools.count()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.text.tokenizer
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, under vLLM's name."""
+        return self.text.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Sampling parameters as the model's authors recommend them."""
+        return self.text.default_params()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts; results in the prompts' order.
+
+        ``sampling_params`` is one for all, or one per prompt. A prompt that cannot be served raises
+        :class:`~pagemill.errors.RequestError` before anything runs; one that fails while it runs ends with
+        ``finish_reason="error"``, and the others finish.
+        """
+        split = [self._split(item) for item in _as_list(prompts)]
+        return self._run(split, sampling_params, use_tqdm, priority)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several."""
+        conversations: list[Any] = [messages] if not messages or isinstance(messages[0], dict) else list(messages)
+        options: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            **(chat_template_kwargs or {}),
+        }
+        rendered: list[_Split] = [(self.text.render_chat(list(each), **options), False) for each in conversations]
+        return self._run(rendered, sampling_params, use_tqdm, None)
+
+    def complete(
+        self, items: Iterable[tuple[Key, Prompt, SamplingParams]], *, ahead: int | None = None
+    ) -> Iterator[tuple[Key, RequestOutput | PagemillError]]:
+        """Complete a stream of prompts, each named by a key; yields them as they finish, bad ones as their error.
+
+        Takes ``ahead`` items more than run at once, so a file of any length can be worked through.
+        """
+        limit = self.config.max_num_seqs + (self.config.max_num_seqs if ahead is None else ahead)
+        source = iter(items)
+        ready: deque[tuple[Key, RequestOutput | PagemillError]] = deque()
+        states: dict[int, tuple[Key, RequestState]] = {}
+        more = True
+        try:
+            while more or states:
+                while more and len(states) < limit:
+                    try:
+                        key, prompt, params = next(source)
+                    except StopIteration:
+                        more = False
+                        break
+                    try:
+                        text, special = self._split(prompt)
+                        state = self._admit(self._prepare(text, special, params, 0))
+                    except RequestError as error:
+                        ready.append((key, error))
+                        continue
+                    states[id(state)] = key, state
+                self._client.step()
+                for key, state in [entry for entry in states.values() if entry[1].finished]:
+                    del states[id(state)]
+                    ready.append((key, state.error or _taken(state)))
+                while ready:
+                    yield ready.popleft()
+        finally:
+            for _, state in states.values():
+                self._drop(state)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool = True
+    ) -> Iterator[RequestOutput]:
+        """One prompt's outputs as they come, each with what is new. Closing the iterator ends the request."""
+        text, special = self._split(prompt)
+        prepared = self._prepare(text, special and add_special_tokens, params, 0)
+        state = self._admit(prepared, OutputKind.DELTA)
+        try:
+            while True:
+                if state.error is not None:
+                    raise state.error
+                output = state.take()
+                if output is not None:
+                    yield output
+                    if output.finished:
+                        return
+                else:
+                    self._client.step()
+                    self._client.flush()
+        finally:
+            self._drop(state)
+
+    def token_times(self, prompt: Prompt, params: SamplingParams) -> list[float]:
+        """Seconds from asking to each output token of one prompt."""
+        start_s = time.monotonic()
+        times: list[float] = []
+        for output in self.stream(prompt, params):
+            times += [time.monotonic() - start_s] * len(output.outputs[0].token_ids)
+        return times
+
+    def stats(self) -> RunStats:
+        """Totals since the start; the difference of two says what happened between."""
+        return self.metrics.totals()
+
+    def call(self, name: str, *args: Any) -> Any:
+        """An admin operation of the engine."""
+        return self._client.call(name, *args)
+
+    def shutdown(self) -> None:
+        """Free the model's memory."""
+        self._client.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def _run(
+        self,
+        prompts: list[_Split],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        priority: Sequence[int] | None,
+    ) -> list[RequestOutput]:
+        params = self._params_for(len(prompts), sampling_params)
+        priorities = [0] * len(prompts) if priority is None else list(priority)
+        if len(priorities) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts but {len(priorities)} priorities; give one per prompt")
+        prepared = []
+        for index, (prompt, special) in enumerate(prompts):
+            try:
+                prepared.append(self._prepare(prompt, special, params[index], priorities[index]))
+            except RequestError as error:
+                if len(prompts) > 1:
+                    error.args = (f"prompt {index}: {error}",)
+                raise
+        states = [self._admit(each) for each in prepared]
+        try:
+            self._drive(states, use_tqdm)
+        finally:
+            for state in states:
+                self._drop(state)
+        return [_taken(state) for state in states]
+
+    def _drive(self, states: list[RequestState], use_tqdm: bool) -> None:
+        unfinished = {id(state): state for state in states}
+        bar: AbstractContextManager[Any] = nullcontext()
+        if use_tqdm:
+            from pagemill.engine.progress import RequestProgress
+
+            bar = RequestProgress(len(states), self.metrics)
+        with bar as progress:
+            while unfinished:
+                self._client.step()
+                done = [key for key, state in unfinished.items() if state.finished]
+                for key in done:
+                    del unfinished[key]
+                if progress is not None:
+                    progress.update(len(states) - len(unfinished))
+
+    def _params_for(self, count: int, given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+        if given is None:
+            given = self.get_default_sampling_params()
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise RequestError(
+                f"{count} prompts but {len(given)} sampling_params; give one for all or one per prompt",
+                param="sampling_params",
+            )
+        return list(given)
+
+    def _split(self, prompt: Prompt) -> _Split:
+        """The prompt proper, and whether text gets the tokenizer's special tokens."""
+        if isinstance(prompt, dict):
+            for name in ("prompt_token_ids", "prompt"):
+                if prompt.get(name) is not None:
+                    return prompt[name], bool(prompt.get("add_special_tokens", True))
+            raise RequestError(f"a prompt given as a dict needs 'prompt' or 'prompt_token_ids'; got {sorted(prompt)}")
+        return prompt, True
+
+    def _prepare(
+        self, prompt: str | Sequence[int], special: bool, params: SamplingParams, priority: int
+    ) -> PreparedRequest:
+        return self._input.prepare(
+            prompt,
+            params,
+            str(next(self._ids)),
+            arrival_s=time.monotonic(),
+            priority=priority,
+            add_special_tokens=special,
+        )
+
+    def _admit(self, prepared: PreparedRequest, kind: OutputKind = OutputKind.FINAL) -> RequestState:
+        arrival_s = prepared.requests[0].arrival_time_s
+        state = RequestState(
+            prepared, kind=kind, arrival_s=arrival_s, vocabulary=self._output.vocabulary, on_change=_nothing
+        )
+        self._output.add(state)
+        if prepared.needs_engine:
+            self._client.add(prepared.requests)
+        else:
+            self._output.abort(state, time.monotonic(), FinishReason.LENGTH)
+        return state
+
+    def _drop(self, state: RequestState) -> None:
+        if not state.finished:
+            self._client.abort(self._output.abort(state, time.monotonic()))
+            self._client.step()
+
+    def _on_outputs(self, step: StepOutputs) -> None:
+        stopped = self._output.process(step)
+        if stopped:
+            self._client.abort(stopped)
+
+
+def _nothing() -> None:
+    """Nobody is woken: the caller drives the steps itself."""
+
+
+def _taken(state: RequestState) -> RequestOutput:
+    output = state.take()
+    assert output is not None, "a finished request has an output"
+    return output
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt becomes a list of one; a list of ids is one prompt."""
+    if isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

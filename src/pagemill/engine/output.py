@@ -1,0 +1,366 @@
+"""What the engine answers, as the caller sees it: text, logprobs, several completions, deltas or the whole.
+
+Owns the state of every open request on the front's side. Must not know sockets, asyncio or the model; it is called
+with one step's outputs and says which requests need not be continued. A reader that is slow costs nothing: what it
+has not taken yet is merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+
+from pagemill.core.messages import EngineOutput, TokenLogprobs
+from pagemill.engine.detokenizer import Detokenizer, StopStrings, Vocabulary
+from pagemill.engine.input import PreparedRequest
+from pagemill.engine.metrics import Metrics, RequestStats
+from pagemill.engine.wire import StepOutputs
+from pagemill.errors import EngineError, NonFiniteLogitsError, PagemillError, RequestError
+from pagemill.params import CompletionOutput, FinishReason, Logprob, RequestOutput
+
+__all__ = ["CompletionState", "OutputKind", "OutputProcessor", "RequestState"]
+
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot say."""
+
+
+class OutputKind(StrEnum):
+    """What each output of a stream holds."""
+
+    DELTA = "delta"
+    """What is new since the last one."""
+    CUMULATIVE = "cumulative"
+    """Everything so far."""
+    FINAL = "final"
+    """Everything, once, at the end."""
+
+
+class CompletionState:
+    """One of the completions of a request, while it grows."""
+
+    __slots__ = (
+        *("_deferred", "_detokenizer", "_logprobs", "_parts", "_stops", "_token_ids", "_vocabulary"),
+        *("cumulative_logprob", "error", "finish_reason", "index", "last_token_s", "num_tokens", "params"),
+        *("request", "request_id", "scheduled_s", "stop_reason", "stop_strings_by_id", "first_token_s"),
+    )
+
+    def __init__(
+        self, request: RequestState, request_id: str, index: int, vocabulary: Vocabulary, stop_by_id: dict[int, str]
+    ) -> None:
+        params = request.params
+        self.request = request
+        self.request_id = request_id
+        """The engine's name for it."""
+        self.index = index
+        self.params = params
+        self.stop_strings_by_id = stop_by_id
+        """Stop strings that are one special token each."""
+        self.num_tokens = 0
+        self.cumulative_logprob = 0.0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        self.scheduled_s = 0.0
+        self.first_token_s = 0.0
+        self.last_token_s = 0.0
+        self._vocabulary = vocabulary
+        at_start = all(token in vocabulary.special_ids for token in request.prompt_token_ids)
+        self._detokenizer = Detokenizer(vocabulary, skip_special_tokens=params.skip_special_tokens, at_start=at_start)
+        self._stops = StopStrings(params.stop) if params.stop else None
+        self._deferred = request.kind is OutputKind.FINAL and self._stops is None and params.logprobs is None
+        """Text is made once, at the end."""
+        self._token_ids: list[int] = []
+        self._parts: list[str] = []
+        self._logprobs: list[dict[int, Logprob]] = []
+
+    def append(self, output: EngineOutput) -> None:
+        """Take in what is new. May finish the completion by a stop string that the engine cannot see."""
+        token_ids = output.new_token_ids
+        self.num_tokens += len(token_ids)
+        self._token_ids += token_ids
+        if output.finish_reason is not None:
+            self.finish_reason = output.finish_reason
+            self.stop_reason = output.stop_reason
+            self.error = output.error
+        if self._deferred:
+            if output.finish_reason is not None:
+                self._show(self._token_ids)
+        elif output.new_logprobs and token_ids:
+            last = len(token_ids) - 1
+            for position, (token_id, found) in enumerate(zip(token_ids, output.new_logprobs, strict=True)):
+                self._show([token_id], found, is_last=position == last)
+        else:
+            self._show(token_ids)
+
+    def _show(self, token_ids: list[int], logprobs: TokenLogprobs | None = None, *, is_last: bool = True) -> None:
+        """Turn tokens into text; at the end, everything that is left."""
+        ending = is_last and self.finish_reason is not None
+        shown, tail = token_ids, ""
+        if ending and self.finish_reason is FinishReason.STOP and token_ids:
+            shown, tail = self._without_stop_token(token_ids)
+        text = self._detokenizer.feed(shown) if self.params.detokenize else ""
+        if logprobs is not None:
+            self._add_logprobs(token_ids[0], text if shown else "", logprobs)
+        if ending:
+            text += self._detokenizer.close()
+        if self._stops is not None and self.num_tokens > self.params.min_tokens:
+            text = self._stops.feed(text, include=self.params.include_stop_str_in_output)
+            if self._stops.matched is not None:
+                self.finish_reason, self.stop_reason = FinishReason.STOP, self._stops.matched
+                tail = ""
+            elif ending:
+                text += self._stops.close()
+        if text or tail:
+            self._parts.append(text + tail)
+
+    def _without_stop_token(self, token_ids: list[int]) -> tuple[list[int], str]:
+        """The tokens that are text, and the stop token's text where the caller wants it."""
+        stop_id = token_ids[-1]
+        string = self.stop_strings_by_id.get(stop_id)
+        if string is not None:
+            self.stop_reason = string
+        if not self.params.include_stop_str_in_output:
+            return token_ids[:-1], ""
+        if self.stop_reason is None:
+            return token_ids, ""
+        return token_ids[:-1], self._vocabulary.shown(stop_id)
+
+    def _add_logprobs(self, token_id: int, text: str, found: TokenLogprobs) -> None:
+        special = token_id in self._vocabulary.special_ids
+        own_text = text if self.params.detokenize and not special and text else None
+        if own_text is None and (special or self._vocabulary.text(token_id) is not None):
+            own_text = self._vocabulary.shown(token_id)
+        self._logprobs.append(_candidates(found, self._vocabulary, own_text or ""))
+        self.cumulative_logprob += found[0][1]
+
+    def take(self, kind: OutputKind) -> CompletionOutput:
+        """What the caller gets now."""
+        text = "".join(self._parts)
+        wants_logprobs = self.params.logprobs is not None
+        taken = CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=self._token_ids,
+            logprobs=self._logprobs if wants_logprobs else None,
+            cumulative_logprob=self.cumulative_logprob if wants_logprobs else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            error=self.error,
+        )
+        if kind is OutputKind.DELTA:
+            self._token_ids, self._parts, self._logprobs = [], [], []
+        else:
+            self._parts = [text]
+            self._token_ids, self._logprobs = list(self._token_ids), list(self._logprobs)
+        return taken
+
+
+class RequestState:
+    """A request that someone waits for: its completions, and what was not taken yet."""
+
+    __slots__ = (
+        *("_changed", "_prompt_logprobs", "arrival_s", "children", "error", "kind", "num_cached_tokens"),
+        *("num_unfinished", "on_change", "params", "prompt", "prompt_token_ids", "request_id", "vocabulary"),
+    )
+
+    def __init__(
+        self,
+        prepared: PreparedRequest,
+        *,
+        kind: OutputKind,
+        arrival_s: float,
+        vocabulary: Vocabulary,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.request_id = prepared.request_id
+        """The caller's name for it."""
+        self.prompt = prepared.prompt
+        self.prompt_token_ids = prepared.prompt_token_ids
+        self.params = prepared.params
+        self.kind = kind
+        self.arrival_s = arrival_s
+        self.vocabulary = vocabulary
+        self.on_change = on_change
+        """Called after each step that changed something."""
+        self.num_cached_tokens = 0
+        self.error: PagemillError | None = None
+        """Why the whole request failed."""
+        self.children = [
+            CompletionState(self, request.request_id, index, vocabulary, prepared.stop_by_id)
+            for index, request in enumerate(prepared.requests)
+        ]
+        self.num_unfinished = len(self.children)
+        self._changed: dict[int, CompletionState] = {}
+        self._prompt_logprobs: list[TokenLogprobs] = []
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more comes."""
+        return self.num_unfinished == 0
+
+    def append(self, child: CompletionState, output: EngineOutput) -> None:
+        """Take in what is new for one completion."""
+        if child.index == 0:
+            self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
+            if output.new_prompt_logprobs:
+                self._prompt_logprobs += output.new_prompt_logprobs
+        if output.error is not None:
+            self.error = self.error or _engine_error(output)
+        child.append(output)
+        self._changed[child.index] = child
+
+    def close(self, reason: FinishReason) -> None:
+        """End every completion that is still open, with what it has."""
+        for child in self.children:
+            if child.finish_reason is None:
+                self.append(child, EngineOutput(request_id=child.request_id, new_token_ids=[], finish_reason=reason))
+
+    def take(self) -> RequestOutput | None:
+        """What the caller gets now, or None while there is nothing worth saying."""
+        if not self._changed or (self.kind is OutputKind.FINAL and not self.finished):
+            return None
+        changed = sorted(self._changed) if self.kind is OutputKind.DELTA else range(len(self.children))
+        self._changed = {}
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[self.children[index].take(self.kind) for index in changed],
+            prompt_logprobs=self._take_prompt_logprobs(),
+            num_cached_tokens=self.num_cached_tokens,
+            finished=self.finished,
+        )
+
+    def _take_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """One entry per prompt token, None for the first, once all are there."""
+        wanted = len(self.prompt_token_ids) - 1
+        if self.params.prompt_logprobs is None or len(self._prompt_logprobs) < wanted:
+            return None
+        pieces = Detokenizer(self.vocabulary, skip_special_tokens=False)
+        pieces.feed(self.prompt_token_ids[:1])
+        found: list[dict[int, Logprob] | None] = [None]
+        for token_id, candidates in zip(self.prompt_token_ids[1:], self._prompt_logprobs, strict=False):
+            found.append(_candidates(candidates, self.vocabulary, pieces.feed([token_id])))
+        return found
+
+
+class OutputProcessor:
+    """Every open request, fed with one step's outputs at a time."""
+
+    def __init__(self, vocabulary: Vocabulary, metrics: Metrics) -> None:
+        self.vocabulary = vocabulary
+        self.metrics = metrics
+        self._children: dict[str, CompletionState] = {}
+        self._requests: dict[int, RequestState] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Completions that are not finished."""
+        return len(self._children)
+
+    @property
+    def requests(self) -> list[RequestState]:
+        """Every open request, oldest first."""
+        return list(self._requests.values())
+
+    def add(self, state: RequestState) -> None:
+        """Wait for the outputs of a request."""
+        self._requests[id(state)] = state
+        for child in state.children:
+            self._children[child.request_id] = child
+        self.metrics.num_open = len(self._children)
+
+    def process(self, step: StepOutputs) -> list[str]:
+        """Take in one step. Returns the engine's ids of sequences that a stop string ended."""
+        now_s = step.stats.time_s
+        for request_id in step.scheduled:
+            child = self._children.get(request_id)
+            if child is not None and not child.scheduled_s:
+                child.scheduled_s = step.stats.start_s
+        stopped: list[str] = []
+        intervals: dict[float, int] = {}
+        changed: dict[int, RequestState] = {}
+        num_new_tokens = 0
+        for output in step.outputs:
+            child = self._children.get(output.request_id)
+            if child is None:
+                continue
+            state = child.request
+            if output.new_token_ids:
+                num_new_tokens += len(output.new_token_ids)
+                if child.last_token_s:
+                    interval = now_s - child.last_token_s
+                    intervals[interval] = intervals.get(interval, 0) + 1
+                else:
+                    child.first_token_s = now_s
+                    self.metrics.observe_first_token(now_s - state.arrival_s, len(state.prompt_token_ids))
+                child.last_token_s = now_s
+            state.append(child, output)
+            changed[id(state)] = state
+            if child.finish_reason is not None:
+                if output.finish_reason is None:
+                    stopped.append(child.request_id)
+                self._finish(child, now_s)
+        self.metrics.observe_step(step.stats, num_new_tokens)
+        for interval, times in intervals.items():
+            self.metrics.next_token_s.observe(interval, times)
+        for state in changed.values():
+            state.on_change()
+        return stopped
+
+    def abort(self, state: RequestState, now_s: float, reason: FinishReason = FinishReason.ABORT) -> list[str]:
+        """Nobody waits any more. Returns the engine's ids of what was still open."""
+        open_children = [child for child in state.children if child.request_id in self._children]
+        state.close(reason)
+        for child in open_children:
+            self._finish(child, now_s)
+        return [child.request_id for child in open_children]
+
+    def fail(self, state: RequestState, error: PagemillError, now_s: float) -> None:
+        """The whole request ends with an error."""
+        state.error = state.error or error
+        self.abort(state, now_s, FinishReason.ERROR)
+        state.on_change()
+
+    def _finish(self, child: CompletionState, now_s: float) -> None:
+        del self._children[child.request_id]
+        state = child.request
+        state.num_unfinished -= 1
+        self.metrics.num_open = len(self._children)
+        scheduled_s = child.scheduled_s or now_s
+        first_s = child.first_token_s or now_s
+        assert child.finish_reason is not None
+        self.metrics.observe_finished(
+            RequestStats(
+                finish_reason=child.finish_reason,
+                num_prompt_tokens=len(state.prompt_token_ids),
+                num_output_tokens=child.num_tokens,
+                max_tokens=state.params.max_tokens or 0,
+                e2e_s=now_s - state.arrival_s,
+                queued_s=scheduled_s - state.arrival_s,
+                prefill_s=first_s - scheduled_s,
+                decode_s=max(0.0, child.last_token_s - first_s),
+            )
+        )
+        if state.finished:
+            del self._requests[id(state)]
+            self.metrics.params_n.observe(state.params.n)
+            self.metrics.longest_output.observe(max(each.num_tokens for each in state.children))
+
+
+def _candidates(found: TokenLogprobs, vocabulary: Vocabulary, chosen_text: str) -> dict[int, Logprob]:
+    """Candidates by id, the chosen one first and with the text that it completed."""
+    entry: dict[int, Logprob] = {}
+    for token_id, logprob, rank in found:
+        if token_id not in entry:
+            text = vocabulary.shown(token_id) if entry else chosen_text
+            entry[token_id] = Logprob(max(logprob, MIN_LOGPROB), rank, text)
+    return entry
+
+
+def _engine_error(output: EngineOutput) -> PagemillError:
+    """The exception that an output's error stands for."""
+    text = output.error or ""
+    if output.error_status < 500:
+        return RequestError(text)
+    return NonFiniteLogitsError(text) if output.error_status == 500 else EngineError(text)

@@ -1,0 +1,166 @@
+"""A model without a model: the next token is a function of the tokens so far; and real tokenizers made on the spot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, normalizers
+
+from pagemill.core.kv_cache import KVCacheSpec
+from pagemill.core.messages import SchedulerOutput, StepResult, TokenLogprobs
+from pagemill.errors import RequestError
+from pagemill.model_config import LayerConfig, ModelConfig
+from tests.models.tiny import tiny_tokenizer
+
+VOCAB_SIZE = 320
+MODEL_CONFIG = ModelConfig(
+    architecture="Fake",
+    vocab_size=VOCAB_SIZE,
+    hidden_size=8,
+    intermediate_size=8,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    layers=(LayerConfig(rope=None),),
+    max_position_embeddings=256,
+    norm_eps=1e-5,
+    attention_scale=1.0,
+    eos_token_ids=(2,),
+)
+NextToken = Callable[[list[int], int], int]
+"""(tokens so far, seed) -> next token."""
+
+
+def scramble(token_ids: list[int], seed: int) -> int:
+    """Depends on the whole sequence; never a special token."""
+    return 5 + (sum(token_ids) * 31 + len(token_ids) * 7 + seed) % (VOCAB_SIZE - 5)
+
+
+class FakeExecutor:
+    """Runs plans as a worker does, with ``next_token`` in place of a model."""
+
+    def __init__(self, next_token: NextToken = scramble, *, num_blocks: int = 64, max_model_len: int = 256) -> None:
+        self.kv_specs = [KVCacheSpec(kind="full", layers=(0,), block_size=4, bytes_per_block=64, num_blocks=num_blocks)]
+        self.model_config = MODEL_CONFIG
+        self.max_model_len = max_model_len
+        self.memory_plan = "none"
+        self.next_token = next_token
+        self.rows: dict[str, tuple[list[int], int, Any]] = {}
+        self.computed: dict[str, int] = {}
+        self.events: list[str] = []
+        self.closed = False
+
+    def execute(self, plan: SchedulerOutput) -> int:
+        self.events.append("execute")
+        for request_id in (*plan.finished_request_ids, *plan.preempted_request_ids):
+            self.rows.pop(request_id, None)
+        for row in plan.new_rows:
+            self.rows[row.request_id] = (list(row.token_ids), row.seed, row.params)
+            self.computed[row.request_id] = row.num_computed_tokens
+        return plan.step
+
+    def sample(self, plan: SchedulerOutput, mask: Any, handle: int) -> StepResult:
+        assert handle == plan.step
+        self.events.append("sample")
+        sampled: list[list[int]] = []
+        logprobs: list[list[TokenLogprobs] | None] = []
+        prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
+        for request_id, count in zip(plan.request_ids, plan.num_new_tokens, strict=True):
+            token_ids, seed, params = self.rows[request_id]
+            start = self.computed[request_id]
+            if params.prompt_logprobs is not None:
+                after = token_ids[start + 1 : start + count + 1]
+                prompt_logprobs[request_id] = [[(token, -1.5, 1)] for token in after]
+            self.computed[request_id] = start + count
+            new: list[int] = []
+            if start + count == len(token_ids):
+                new = [self.next_token(token_ids, seed)]
+                token_ids.extend(new)
+            sampled.append(new)
+            wanted = params.logprobs
+            logprobs.append(None if wanted is None else [_candidates(token, wanted) for token in new])
+        return StepResult(token_ids=sampled, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+    def call(self, name: str, *args: Any) -> Any:
+        if name == "echo":
+            return list(args)
+        raise RequestError(f"unknown engine operation {name!r}")
+
+    def shutdown(self) -> None:
+        self.closed = True
+
+
+def _candidates(token: int, wanted: int) -> TokenLogprobs:
+    best = [(token, -0.25, 1), *((other, -2.0 - other, other) for other in range(2, wanted + 1))]
+    return [(token, -0.25, 1), *best[:wanted]]
+
+
+def scripted(script: Sequence[int]) -> NextToken:
+    """Emits the script whatever the prompt: position i of the output is ``script[i]``, then end-of-text.
+
+    The output is found by the marker token 4, which must end the prompt.
+    """
+
+    def next_token(token_ids: list[int], seed: int) -> int:
+        done = len(token_ids) - 1 - token_ids.index(4)
+        return script[done] if done < len(script) else 2
+
+    return next_token
+
+
+class TextTokenizer:
+    """A tokenizers.Tokenizer with the methods that the engine needs."""
+
+    def __init__(self, backend: Tokenizer, *, byte_level: bool = True, special: int = 5) -> None:
+        self.backend = backend
+        self.special_ids = frozenset(range(special))
+        self.eos_ids = (2,)
+        self._bytes = {char: byte for byte, char in enumerate(_byte_level_alphabet())} if byte_level else None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def token_to_id(self, token: str) -> int | None:
+        found = self.backend.token_to_id(token)
+        return None if found is None else int(found)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        token = self.backend.id_to_token(token_id)
+        if token_id in self.special_ids:
+            return str(token).encode()
+        if self._bytes is not None:
+            return bytes(self._bytes[char] for char in token)
+        if token.startswith("<0x"):
+            return bytes([int(token[3:5], 16)])
+        return str(token).replace("▁", " ").encode()
+
+
+def byte_level_tokenizer() -> TextTokenizer:
+    """A byte-level BPE: any token may be part of a code point."""
+    return TextTokenizer(tiny_tokenizer())
+
+
+def sentencepiece_tokenizer() -> TextTokenizer:
+    """A BPE as SentencePiece makes them: a space before the text, bytes for what is not in the vocabulary."""
+    words = ["▁the", "▁world", "Hello", "▁Hello", "▁", "w", "o", "r", "l", "d", "e", "H", "é", "."]
+    special = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocab, [], byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(special)
+    return TextTokenizer(backend, byte_level=False)
+
+
+def _byte_level_alphabet() -> list[str]:
+    """The printable character that stands for each byte, as GPT-2 chose them."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return [chr(byte) if byte in shown else chr(256 + hidden.index(byte)) for byte in range(256)]

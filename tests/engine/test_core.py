@@ -1,0 +1,93 @@
+"""The order of a step's effects, admin operations, and what crosses the border to the engine's process."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from pagemill.core.messages import EngineOutput
+from pagemill.engine.wire import Call, FromEngine, StepOutputs, StepStats, Stop, raised, reported
+from pagemill.errors import EngineError, MemoryPlanError, PromptTooLongError, RequestError
+from pagemill.params import FinishReason
+from tests.engine.harness import Engine
+
+
+def test_outputs_are_sent_while_the_next_forward_pass_runs() -> None:
+    engine = Engine()
+    events = engine.executor.events
+    received = engine.core._sink
+    engine.core._sink = lambda message: (events.append("send"), received(message))
+    engine.ask([7, 4], max_tokens=3)
+    while engine.core.step():
+        pass
+    assert events == ["execute", "sample", "execute", "send", "sample", "execute", "send", "sample", "send"]
+
+
+def test_one_message_carries_a_whole_step() -> None:
+    engine = Engine()
+    sent: list[object] = []
+    received = engine.core._sink
+    engine.core._sink = lambda message: (sent.append(message), received(message))
+    for token in range(5, 15):
+        engine.ask([token, 4], max_tokens=4)
+    engine.finish()
+    assert len(sent) == 4
+
+
+def test_an_idle_engine_sends_nothing() -> None:
+    engine = Engine()
+    engine.core._sink = lambda message: pytest.fail(f"sent {message}")
+    assert not engine.step()
+
+
+def test_admin_operations_answer_between_steps() -> None:
+    engine = Engine()
+    engine.inbox += [Call(1, "echo", [3, "x"]), Call(2, "stats", []), Call(3, "no_such_thing", [])]
+    engine.step()
+    echo, stats, unknown = engine.replies
+    assert echo.value == [3, "x"]
+    assert isinstance(stats.value, StepStats)
+    assert unknown.error is not None
+    assert unknown.error[0] == "RequestError"
+
+
+def test_stop_ends_the_loop() -> None:
+    engine = Engine()
+    engine.inbox.append(Stop())
+    engine.step()
+    assert engine.core.stopping
+
+
+def test_frames_survive_the_way_between_processes() -> None:
+    output = EngineOutput(
+        request_id="r", new_token_ids=[1, 2], new_logprobs=[[(1, -0.5, 1)]], finish_reason=FinishReason.LENGTH
+    )
+    frame = StepOutputs([output], StepStats(step=3, kv_usage=0.5), ["r"])
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(frame), type=FromEngine) == frame
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (MemoryPlanError("too little"), MemoryPlanError),
+        (PromptTooLongError("too long"), PromptTooLongError),
+        (RequestError("bad", param="n"), RequestError),
+        (ZeroDivisionError("oops"), EngineError),
+    ],
+)
+def test_an_error_keeps_its_type_and_text_across_the_border(error: Exception, kind: type[Exception]) -> None:
+    back = raised(reported(error))
+    assert type(back) is kind
+    assert str(error) in str(back)
+
+
+def test_a_tiny_cache_that_preempts_gives_the_same_tokens() -> None:
+    roomy, tight = Engine(), Engine(num_blocks=12)
+    texts = []
+    for engine in (roomy, tight):
+        states = [engine.ask([token, token + 1, 4], "final", max_tokens=20) for token in range(5, 11)]
+        engine.finish()
+        texts.append([output.outputs[0].token_ids for state in states if (output := state.take())])
+    assert len(texts[0]) == 6
+    assert texts[0] == texts[1]
+    assert tight.metrics.preemptions > 0
