@@ -49,6 +49,7 @@ class FakeExecutor:
         self.rows: dict[str, tuple[list[int], int, Any]] = {}
         self.computed: dict[str, int] = {}
         self.events: list[str] = []
+        self.asynchronous = False
         self.closed = False
 
     def execute(self, plan: SchedulerOutput) -> int:

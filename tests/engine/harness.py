@@ -70,9 +70,7 @@ class Engine:
 
     def step(self) -> bool:
         """One step, its outputs handed on."""
-        progressed = self.core.step()
-        self.core.flush()
-        return progressed
+        return self.core.step()
 
     def finish(self) -> None:
         """Steps until nothing is left, with every invariant of the core checked."""

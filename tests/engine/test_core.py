@@ -12,15 +12,23 @@ from pagemill.params import FinishReason
 from tests.engine.harness import Engine
 
 
-def test_outputs_are_sent_while_the_next_forward_pass_runs() -> None:
+@pytest.mark.parametrize(
+    ("asynchronous", "order"),
+    [
+        (False, ["execute", "sample", "send"] * 3),
+        (True, ["execute", "sample", "execute", "send", "sample", "execute", "send", "sample", "send"]),
+    ],
+)
+def test_outputs_are_sent_at_once_or_while_the_next_forward_pass_runs(asynchronous: bool, order: list[str]) -> None:
     engine = Engine()
+    engine.executor.asynchronous = asynchronous
     events = engine.executor.events
     received = engine.core._sink
     engine.core._sink = lambda message: (events.append("send"), received(message))
     engine.ask([7, 4], max_tokens=3)
     while engine.core.step():
         pass
-    assert events == ["execute", "sample", "execute", "send", "sample", "execute", "send", "sample", "send"]
+    assert events == order
 
 
 def test_one_message_carries_a_whole_step() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pagemill.bench.workloads import REPETITIONS, Workload, build
 from pagemill.config import EngineConfig
-from pagemill.engine.frontend import LLM
+from pagemill.engine.offline import LLM
 from pagemill.params import SamplingParams
 
 __all__ = ["latency", "open_engine", "throughput", "warm_up"]

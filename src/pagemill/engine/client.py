@@ -102,12 +102,8 @@ class InprocClient:
         return reply.value
 
     def step(self) -> None:
-        """One step of the core. What it produced comes with the next one, unless :meth:`flush` is called."""
+        """One step of the core. An asynchronous executor's outputs come with the next one."""
         self.core.step()
-
-    def flush(self) -> None:
-        """Hand over what the last step produced now."""
-        self.core.flush()
 
     def shutdown(self) -> None:
         """Free the model."""

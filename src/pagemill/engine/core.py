@@ -1,7 +1,7 @@
 """The engine's heart: one step after another, as design.md draws it.
 
-Owns the order of effects in a step: take in what the front sent, schedule, start the forward pass, send what the step
-before produced (hidden under the forward), sample, accept tokens. Must not know sockets, text or devices: messages
+Owns the order of effects in a step: take in what the front sent, schedule, forward pass, sample, accept tokens, send
+what was produced. Where the executor is asynchronous, sending waits for the next forward pass and hides under it. Must not know sockets, text or devices: messages
 come from ``inbox``, outputs go to ``sink``, tensors stay behind the executor.
 """
 
@@ -24,8 +24,11 @@ __all__ = ["EngineCore", "Grammars", "NoGrammars", "StepExecutor"]
 class StepExecutor(Protocol):
     """The part of an executor that a step needs."""
 
+    asynchronous: bool
+    """Whether ``execute`` returns before the forward pass is done."""
+
     def execute(self, plan: SchedulerOutput) -> Any:
-        """Start the forward pass; returns a handle at once."""
+        """Start (or do) the forward pass; returns a handle."""
 
     def sample(self, plan: SchedulerOutput, mask: Any, handle: Any) -> StepResult:
         """Wait for the forward pass and sample."""
@@ -117,6 +120,8 @@ class EngineCore:
         self._last_step = plan.step
         stats = self._stats(start_s, done_s, plan.total_num_tokens)
         self._pending = StepOutputs(outputs, stats, [row.request_id for row in plan.new_rows])
+        if not self.executor.asynchronous:
+            self.flush()
         return True
 
     def flush(self) -> None:

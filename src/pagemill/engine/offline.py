@@ -181,7 +181,6 @@ class LLM:
                         return
                 else:
                     self._client.step()
-                    self._client.flush()
         finally:
             self._drop(state)
 
