@@ -40,6 +40,8 @@ def resolve_source(model: str, *, revision: str | None = None) -> ModelSource:
     """
     if model == DEFAULT_MODEL:
         return ModelSource(name=model, path=embedded.fetch(embedded.SMOLLM2), format="gguf")
+    if not model or "\0" in model:
+        raise ModelNotFoundError(f"model {model[:200]!r} is no name; the embedded default is {DEFAULT_MODEL}")
     path = Path(model).expanduser()
     try:
         if path.is_dir():
