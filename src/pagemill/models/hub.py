@@ -55,6 +55,13 @@ def fetch(repo: str, *, file: str | None, revision: str | None) -> Path:
     return _snapshot(repo, revision, wanted) / wanted[0]
 
 
+def fetch_side_files(repo: str) -> Path:
+    """The snapshot folder with everything but weights: enough for a tokenizer. Raises ModelNotFoundError."""
+    names = None if offline() else _list_files(repo, None)
+    wanted = None if names is None else [name for name in SIDE_FILES if name in names]
+    return _snapshot(repo, None, wanted)
+
+
 def choose_safetensors(names: Iterable[str]) -> list[str]:
     """The weights among the files of one folder: not adapters, and not a second copy in another layout."""
     top = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
