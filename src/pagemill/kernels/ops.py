@@ -43,7 +43,17 @@ class LinearWeight(Protocol):
 
     in_features: int
     out_features: int
-    nbytes: int
+    bias: torch.Tensor | None  # [out_features]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it holds in memory."""
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """x W^T + bias in x's type: [N, in_features] -> [N, out_features]. What ReferenceOps computes with."""
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """The rows ``ids`` [N] in the type of activations, [N, in_features]: an embedding lookup."""
 
     def dequantize(self) -> torch.Tensor:
         """The matrix as float32 [out_features, in_features]."""

@@ -1,0 +1,213 @@
+"""Every op in PyTorch's own functions: what the native kernels are checked against, and what runs without them.
+
+Owns the meaning of each op. Runs on any device PyTorch has; keeps no state but the KV tensors it is given. Anything
+that sums over many elements does so in float32. Clarity comes before speed here; one request never mixes with another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from pagemill.errors import UnsupportedModelError
+from pagemill.kernels.ops import AttentionSpec, LinearWeight, MoeWeights, StepInputs
+
+__all__ = [
+    "ACTIVATIONS",
+    "KVLayer",
+    "ReferenceOps",
+    "apply_rope",
+    "experts",
+    "gated",
+    "paged_attention",
+    "rms_norm",
+    "softcap",
+]
+
+QUERY_TILE = 256
+"""Queries scored at once; bounds the score matrix of a long chunk."""
+
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+@dataclass(slots=True, eq=False)
+class KVLayer:
+    """One layer's part of the KV cache."""
+
+    keys: torch.Tensor  # [num_blocks, block_size, Hkv, D]
+    values: torch.Tensor  # [num_blocks, block_size, Hkv, D]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight over the last dimension, computed in float32, in x's type."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * weight.float()).to(x.dtype)
+
+
+def softcap(x: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """cap * tanh(x / cap); x itself without a cap."""
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
+def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """act(gate) * up of [N, 2 I] -> [N, I], in float32, in the input's type."""
+    if activation not in ACTIVATIONS:
+        raise UnsupportedModelError(f"activation {activation!r} is unknown; known are {', '.join(ACTIVATIONS)}")
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
+
+
+def apply_rope(x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Rotate the first dimensions of each head: x [N, heads, D], table [max_positions, 2, rotary_dim / 2]."""
+    cos, sin = table[positions].float().unsqueeze(1).unbind(2)  # [N, 1, half] each
+    half = cos.shape[-1]
+    turned, kept = x[..., : 2 * half].float(), x[..., 2 * half :]
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    else:
+        a, b = turned[..., :half], turned[..., half:]
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return torch.cat((turned.to(x.dtype), kept), dim=-1)
+
+
+def paged_attention(
+    q: torch.Tensor, cache: KVLayer, inputs: StepInputs, group: int, scale: float, window: int | None, cap: float | None
+) -> torch.Tensor:
+    """Causal attention of each row's queries over its own cached keys: q [N, Hq, D] -> [N, Hq, D]."""
+    out = torch.empty_like(q)
+    starts = inputs.query_start.tolist()
+    lengths = inputs.context_lens.tolist()
+    for row, length in enumerate(lengths):
+        first, last = starts[row], starts[row + 1]
+        for low in range(first, last, QUERY_TILE):
+            high = min(low + QUERY_TILE, last)
+            position = length - (last - low)  # of the tile's first query
+            seen = 0 if window is None else max(0, position - window + 1)
+            keys, values = _gather(cache, inputs.block_tables[group][row], seen, position + high - low)
+            out[low:high] = _attend(q[low:high], keys, values, position - seen, scale, window, cap)
+    return out
+
+
+def _gather(cache: KVLayer, table: torch.Tensor, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of positions low .. high, through the row's block table: float32 [high - low, Hkv, D] each."""
+    size = cache.keys.shape[1]
+    blocks = table[low // size : -(-high // size)].long()
+    inside = slice(low % size, low % size + high - low)
+    keys, values = (part[blocks].flatten(0, 1)[inside].float() for part in (cache.keys, cache.values))
+    return keys, values
+
+
+def _attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    first: int,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+) -> torch.Tensor:
+    """q [n, Hq, D], its first query standing at index ``first`` of keys and values [T, Hkv, D]."""
+    n, num_heads, dim = q.shape
+    total, num_kv_heads, _ = keys.shape
+    grouped = q.float().view(n, num_kv_heads, -1, dim).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
+    scores = (grouped.flatten(1, 2) @ keys.permute(1, 2, 0)).view(num_kv_heads, -1, n, total)
+    scores = softcap(scores * scale, cap)
+    distance = torch.arange(first, first + n, device=q.device)[:, None] - torch.arange(total, device=q.device)
+    hidden = distance < 0
+    if window is not None:
+        hidden |= distance >= window
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    mixed = weights.flatten(1, 2) @ values.permute(1, 0, 2)  # [Hkv, G n, D]
+    return mixed.view(num_kv_heads, -1, n, dim).permute(2, 0, 1, 3).reshape(n, num_heads, dim).to(q.dtype)
+
+
+def experts(x: torch.Tensor, weights: MoeWeights) -> torch.Tensor:
+    """Each token through its best experts, summed by the router's probabilities: [N, H] -> [N, H]."""
+    probabilities = weights.router.apply(x).float().softmax(-1)  # [N, E]
+    chosen, which = probabilities.topk(weights.experts_per_token, dim=-1)  # [N, k]
+    if weights.renormalize:
+        chosen = chosen / chosen.sum(-1, keepdim=True)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in sorted(set(which.flatten().tolist())):
+        tokens, slot = (which == expert).nonzero(as_tuple=True)
+        inner = gated(weights.gate_up[expert].apply(x[tokens]), weights.activation)
+        partial = weights.down[expert].apply(inner).float() * chosen[tokens, slot, None]
+        out.index_add_(0, tokens, partial)
+    return out.to(x.dtype)
+
+
+class ReferenceOps:
+    """:class:`pagemill.kernels.ops.Ops` over one step's inputs and the KV tensors of all layers."""
+
+    def __init__(self, step: StepInputs, kv_caches: Sequence[KVLayer]) -> None:
+        self.step = step
+        self.kv_caches = kv_caches  # one per layer
+
+    def embed(self, table: LinearWeight, scale: float) -> torch.Tensor:
+        """Rows of the table: [N, H]."""
+        rows = table.rows(self.step.token_ids)
+        return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """[N, H] -> [N, H]."""
+        return rms_norm(x, weight, eps)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """x + scale * y."""
+        return torch.add(x, y, alpha=scale)
+
+    def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        """[N, in] -> [N, out]."""
+        return weight.apply(x)
+
+    def gated_linear(self, x: torch.Tensor, weight: LinearWeight, activation: str) -> torch.Tensor:
+        """[N, in] -> [N, out / 2]."""
+        return gated(weight.apply(x), activation)
+
+    def rope_and_cache(self, qkv: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        """[N, (Hq + 2 Hkv) D] -> q [N, Hq D]; k and v go to the cache."""
+        dim, kv_width = spec.head_dim, spec.num_kv_heads * spec.head_dim
+        q, k, v = torch.split(qkv, [spec.num_heads * dim, kv_width, kv_width], dim=-1)
+        q = self._norm_and_rotate(q, spec.q_norm, spec)
+        k = self._norm_and_rotate(k, spec.k_norm, spec)
+        cache, slots = self.kv_caches[spec.layer], self.step.slot_mapping[spec.group].long()
+        cache.keys.flatten(0, 1)[slots] = k.to(cache.keys.dtype)
+        cache.values.flatten(0, 1)[slots] = v.reshape(-1, spec.num_kv_heads, dim).to(cache.values.dtype)
+        return q.flatten(1)
+
+    def _norm_and_rotate(self, x: torch.Tensor, norm: torch.Tensor | None, spec: AttentionSpec) -> torch.Tensor:
+        if norm is not None and norm.numel() != spec.head_dim:
+            x = rms_norm(x, norm, spec.norm_eps)
+        x = x.reshape(x.shape[0], -1, spec.head_dim)
+        if norm is not None and norm.numel() == spec.head_dim:
+            x = rms_norm(x, norm, spec.norm_eps)
+        if spec.rope is None:
+            return x
+        assert spec.rope_table is not None
+        return apply_rope(x, spec.rope_table, self.step.positions, spec.rope.interleaved)
+
+    def attend(self, q: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        """[N, Hq D] -> [N, Hq D]."""
+        heads = q.view(-1, spec.num_heads, spec.head_dim)
+        cache = self.kv_caches[spec.layer]
+        return paged_attention(heads, cache, self.step, spec.group, spec.scale, spec.window, spec.softcap).flatten(1)
+
+    def moe(self, x: torch.Tensor, weights: MoeWeights) -> torch.Tensor:
+        """[N, H] -> [N, H]."""
+        return experts(x, weights)
+
+    def select_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, H] -> [L, H]."""
+        return x[self.step.logits_rows.long()]
+
+    def logits(self, x: torch.Tensor, weight: LinearWeight, scale: float, softcap_at: float | None) -> torch.Tensor:
+        """float32 [L, V]."""
+        return softcap(weight.apply(x.float()) * scale, softcap_at)

@@ -1,0 +1,43 @@
+"""The second half of a block: a gated MLP, or a mixture of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagemill.kernels.ops import LinearWeight, MoeWeights, Ops, Value
+
+__all__ = ["Experts", "GatedMLP"]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class GatedMLP:
+    """down(act(gate(x)) * up(x))."""
+
+    gate_up: LinearWeight  # [2 I, H]
+    down: LinearWeight  # [H, I]
+    activation: str
+
+    def forward(self, ops: Ops, x: Value) -> Value:
+        """[N, H] -> [N, H]."""
+        return ops.linear(ops.gated_linear(x, self.gate_up, self.activation), self.down)
+
+    @property
+    def weights(self) -> list[LinearWeight]:
+        """All packed matrices."""
+        return [self.gate_up, self.down]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Experts:
+    """A router and gated MLPs, a few of them for each token."""
+
+    moe: MoeWeights
+
+    def forward(self, ops: Ops, x: Value) -> Value:
+        """[N, H] -> [N, H]."""
+        return ops.moe(x, self.moe)
+
+    @property
+    def weights(self) -> list[LinearWeight]:
+        """All packed matrices."""
+        return [self.moe.router, *self.moe.gate_up, *self.moe.down]
