@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError, MemoryPlanError
-from pagemill.memory_plan import MemoryPlan, activation_bytes, kv_groups, plan_memory
+from pagemill.memory_plan import MemoryPlan, activation_bytes, kv_specs, plan_memory
 from pagemill.model_config import LayerConfig, ModelConfig
 from pagemill.platform import MemoryInfo
 
@@ -44,15 +44,19 @@ def plan(
         memory=MemoryInfo(total, total if available is None else available),
         weight_bytes=weights,
         activation_bytes=activation_bytes(shape, config.max_num_batched_tokens, 4),
-        groups=kv_groups(shape, config.block_size, 2),
+        specs=kv_specs(shape, config.block_size, 2),
         kv_share=share,
     )
+
+
+def blocks(made: MemoryPlan) -> list[int]:
+    return [spec.num_blocks for spec in made.specs]
 
 
 def test_with_plenty_of_memory_every_request_may_be_full_length_and_no_more_is_taken() -> None:
     made = plan(EngineConfig(max_num_seqs=4), model())
     assert made.max_model_len == 8192
-    assert made.num_blocks == (4 * 8192 // 16,)
+    assert blocks(made) == [4 * 8192 // 16]
     assert made.max_concurrency == 4.0
     assert made.kv_bytes == 4 * 8192 * 4 * 2 * 2 * 16 * 2
     assert not made.notes
@@ -95,13 +99,27 @@ MIN = 64
 
 def test_an_explicit_length_that_does_not_fit_is_lowered_too() -> None:
     made = plan(EngineConfig(max_model_len=8000, kv_cache_memory_bytes=4 * 256 * 16 * 10), model())
-    assert made.max_model_len == made.num_blocks[0] * 16 < 8000
+    assert made.max_model_len == made.specs[0].num_blocks * 16 < 8000
     assert "--max-model-len" in made.notes[0]
 
 
 def test_a_length_beyond_the_models_positions_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--max-model-len=9000.*8192"):
         plan(EngineConfig(max_model_len=9000), model())
+
+
+def test_a_model_that_can_go_further_than_its_usual_length_may() -> None:
+    shape = model()
+    made = plan_memory(
+        EngineConfig(max_model_len=9000),
+        shape,
+        memory=MemoryInfo(8 * GIB, 8 * GIB),
+        weight_bytes=GIB,
+        activation_bytes=0,
+        specs=kv_specs(shape, 16, 2),
+        max_positions=16_384,
+    )
+    assert made.max_model_len == 9000
 
 
 def test_too_little_memory_for_any_request_says_the_numbers() -> None:
@@ -111,13 +129,13 @@ def test_too_little_memory_for_any_request_says_the_numbers() -> None:
 
 def test_kv_bytes_as_asked_for() -> None:
     made = plan(EngineConfig(kv_cache_memory_bytes=100 << 20), model())
-    block = made.groups[0].bytes_per_block
+    block = made.specs[0].bytes_per_block
     assert made.kv_bytes == (100 << 20) // block * block
 
 
 def test_block_override_is_exact_even_where_it_is_tiny() -> None:
     made = plan(EngineConfig(num_gpu_blocks_override=3, block_size=4), model())
-    assert made.num_blocks == (3,)
+    assert blocks(made) == [3]
     assert made.max_model_len == 12
 
 
@@ -125,13 +143,12 @@ def test_layers_with_windows_get_fewer_blocks() -> None:
     shape = model((None, 512, None, 512))
     config = EngineConfig(max_num_batched_tokens=512, kv_cache_memory_bytes=256 << 20)
     made = plan(config, shape)
-    assert [group.layers for group in made.groups] == [(0, 2), (1, 3)]
-    assert made.num_blocks[1] < made.num_blocks[0]
-    assert made.groups[1].blocks_for(8192, 512) == 65
+    assert [spec.layers for spec in made.specs] == [(0, 2), (1, 3)]
+    assert made.specs[1].num_blocks < made.specs[0].num_blocks
 
 
 def test_a_model_of_windows_alone_has_one_group() -> None:
-    assert [group.window for group in kv_groups(model((512, 512)), 16, 2)] == [512]
+    assert [spec.window for spec in kv_specs(model((512, 512)), 16, 2)] == [512]
 
 
 def test_the_rendering_names_every_term() -> None:
@@ -154,5 +171,5 @@ def test_the_promised_length_always_fits(kv_bytes: int, block_size: int, windows
         return
     assert made.kv_bytes <= kv_bytes
     assert made.max_concurrency >= 1.0
-    for have, group in zip(made.num_blocks, made.groups, strict=True):
-        assert have >= group.blocks_for(made.max_model_len, chunk)
+    for spec in made.specs:
+        assert spec.num_blocks >= spec.max_blocks(made.max_model_len, chunk)

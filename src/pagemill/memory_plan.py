@@ -17,36 +17,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pagemill.config import EngineConfig
+from pagemill.core.kv_cache import KVCacheSpec
 from pagemill.errors import ConfigError, MemoryPlanError
 from pagemill.model_config import ModelConfig
 from pagemill.platform import MemoryInfo
 
-__all__ = ["KVGroup", "MemoryPlan", "activation_bytes", "kv_groups", "plan_memory"]
+__all__ = ["MemoryPlan", "activation_bytes", "kv_specs", "plan_memory"]
 
 RUNTIME_BYTES = 192 << 20
 """Interpreter, PyTorch and what the allocator keeps besides the terms."""
 MIN_MODEL_LEN = 64
 """Less context than this is not worth starting for (or the model's own length, or the one asked for)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KVGroup:
-    """The layers that share one kind of cache."""
-
-    layers: tuple[int, ...]
-    window: int | None
-    """A query sees this many positions; None: all."""
-    block_size: int
-    bytes_per_block: int
-    """All layers of the group, keys and values."""
-
-    def blocks_for(self, num_tokens: int, max_chunk: int) -> int:
-        """Blocks that a request of ``num_tokens`` holds at once; behind a window they are freed between steps."""
-        whole = -(-num_tokens // self.block_size)
-        if self.window is None:
-            return whole
-        return min(whole, -(-(self.window + max_chunk) // self.block_size) + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +44,8 @@ class MemoryPlan:
     activation_bytes: int
     logits_bytes: int
     runtime_bytes: int
-    groups: tuple[KVGroup, ...]
-    num_blocks: tuple[int, ...]
-    """Blocks of each group."""
+    specs: tuple[KVCacheSpec, ...]
+    """The KV cache groups, with their numbers of blocks."""
     max_model_len: int
     max_num_seqs: int
     max_concurrency: float
@@ -75,18 +58,18 @@ class MemoryPlan:
     @property
     def kv_bytes(self) -> int:
         """All KV blocks."""
-        return sum(n * group.bytes_per_block for n, group in zip(self.num_blocks, self.groups, strict=True))
+        return sum(spec.num_blocks * spec.bytes_per_block for spec in self.specs)
 
     @property
     def kv_tokens(self) -> int:
         """Tokens that the group with the fewest slots holds."""
-        return min(n * group.block_size for n, group in zip(self.num_blocks, self.groups, strict=True))
+        return min(spec.num_blocks * spec.block_size for spec in self.specs)
 
     def render(self) -> str:
         """The plan as lines of text, term by term."""
         kinds = ", ".join(
-            f"{n:,} x {group.block_size} tokens" + (f" (window {group.window:,})" if group.window else "")
-            for n, group in zip(self.num_blocks, self.groups, strict=True)
+            f"{spec.num_blocks:,} x {spec.block_size} tokens" + (f" (window {spec.window:,})" if spec.window else "")
+            for spec in self.specs
         )
         rows = [
             ("memory", self.total_bytes, f"{_size(self.available_bytes)} available"),
@@ -99,7 +82,7 @@ class MemoryPlan:
         ]
         lines = ["Memory plan"]
         lines += [f"  {name:<12}{_size(size):>10}  {note}".rstrip() for name, size, note in rows]
-        lines.append(f"  {'blocks':<12}{sum(self.num_blocks):>10,}  {kinds}")
+        lines.append(f"  {'blocks':<12}{sum(spec.num_blocks for spec in self.specs):>10,}  {kinds}")
         lines.append(
             f"  {'context':<12}{self.max_model_len:>10,}  tokens at most; {self.max_concurrency:.1f} requests of that "
             f"length at once ({self.kv_tokens:,} tokens)"
@@ -107,17 +90,22 @@ class MemoryPlan:
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
-def kv_groups(model: ModelConfig, block_size: int, element_bytes: int) -> tuple[KVGroup, ...]:
-    """Group 0 is full attention (if any layer has it), then one group per window size, in order of first use."""
+def kv_specs(model: ModelConfig, block_size: int, element_bytes: int) -> tuple[KVCacheSpec, ...]:
+    """The model's KV cache groups, without blocks yet: full attention first if there is any, then each window size."""
     layers: dict[int | None, list[int]] = {}
-    if any(layer.window is None for layer in model.layers):
-        layers[None] = []
     for index, layer in enumerate(model.layers):
         layers.setdefault(layer.window, []).append(index)
     per_layer = 2 * block_size * model.num_kv_heads * model.head_dim * element_bytes
     return tuple(
-        KVGroup(layers=tuple(ids), window=window, block_size=block_size, bytes_per_block=per_layer * len(ids))
-        for window, ids in layers.items()
+        KVCacheSpec(
+            kind="full" if window is None else "window",
+            layers=tuple(ids),
+            block_size=block_size,
+            window=window,
+            bytes_per_block=per_layer * len(ids),
+            num_blocks=0,
+        )
+        for window, ids in sorted(layers.items(), key=lambda pair: pair[0] or 0)
     )
 
 
@@ -138,36 +126,34 @@ def plan_memory(
     memory: MemoryInfo,
     weight_bytes: int,
     activation_bytes: int,
-    groups: Sequence[KVGroup],
+    specs: Sequence[KVCacheSpec],
     kv_share: float = 1.0,
+    max_positions: int | None = None,
 ) -> MemoryPlan:
     """Divide the memory. ``memory`` was measured before the weights were loaded.
 
-    Raises :class:`ConfigError` for a length beyond the model's and :class:`MemoryPlanError` where not even one short
-    request fits.
+    ``max_positions``: what the model can go to, where that is more than its usual length. Raises :class:`ConfigError`
+    for a length beyond it and :class:`MemoryPlanError` where not even one short request fits.
     """
-    limit = model.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > limit:
+    wanted = config.max_model_len or model.max_position_embeddings
+    limit = max_positions or model.max_position_embeddings
+    if wanted > limit:
         raise ConfigError(
-            f"--max-model-len={config.max_model_len} is more than the model's {limit} positions; "
-            f"use at most --max-model-len={limit}"
+            f"--max-model-len={wanted} is more than the model's {limit} positions; use at most --max-model-len={limit}"
         )
-    wanted_len = config.max_model_len or limit
     logits_bytes = 2 * 4 * config.max_num_seqs * model.vocab_size  # float32, as computed and as filtered
     budget = min(int(config.gpu_memory_utilization * memory.total_bytes), memory.available_bytes)
-    left = budget - weight_bytes - activation_bytes - logits_bytes - RUNTIME_BYTES
-    sizing = _Sizing(tuple(groups), config.max_num_batched_tokens)
+    left = max(0, budget - weight_bytes - activation_bytes - logits_bytes - RUNTIME_BYTES)
+    chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
+    sizing = _Sizing(tuple(specs), min(chunk, config.max_num_batched_tokens))
     if config.num_gpu_blocks_override is not None:
-        blocks = tuple(config.num_gpu_blocks_override for _ in groups)
-        source = "--num-gpu-blocks-override"
+        blocks = (config.num_gpu_blocks_override,) * len(specs)
+        length, least, source = sizing.longest(blocks, wanted), 1, "--num-gpu-blocks-override"
     else:
-        kv_bytes, source = _kv_bytes(config, sizing, wanted_len, left, int(kv_share * memory.total_bytes))
-        blocks = sizing.divide(kv_bytes, wanted_len, config.max_num_seqs)
-    length = sizing.longest(blocks, wanted_len)
-    if length < wanted_len and config.num_gpu_blocks_override is None:
-        # Shares were cut for the full length; cut them again for what fits.
-        length = sizing.longest_in(kv_bytes, wanted_len)
-        blocks = sizing.divide(kv_bytes, length, config.max_num_seqs) if length else blocks
+        kv_bytes, source = _kv_bytes(config, sizing, wanted, left, int(kv_share * memory.total_bytes))
+        length, least = sizing.longest_in(kv_bytes, wanted), min(MIN_MODEL_LEN, wanted)
+        blocks = sizing.divide(kv_bytes, length, config.max_num_seqs)
+        left = kv_bytes
     plan = MemoryPlan(
         total_bytes=memory.total_bytes,
         available_bytes=memory.available_bytes,
@@ -176,17 +162,15 @@ def plan_memory(
         activation_bytes=activation_bytes,
         logits_bytes=logits_bytes,
         runtime_bytes=RUNTIME_BYTES,
-        groups=tuple(groups),
-        num_blocks=blocks,
+        specs=tuple(msgspec.structs.replace(s, num_blocks=n) for s, n in zip(specs, blocks, strict=True)),
         max_model_len=length,
         max_num_seqs=config.max_num_seqs,
-        max_concurrency=sizing.concurrency(blocks, length) if length else 0.0,
+        max_concurrency=sizing.concurrency(blocks, length),
         kv_source=source,
-        notes=_notes(config, wanted_len, length),
+        notes=_notes(config, wanted, length),
     )
-    least = 1 if config.num_gpu_blocks_override is not None else min(MIN_MODEL_LEN, wanted_len)
     if length < least:
-        raise MemoryPlanError(_refusal(plan, sizing.bytes_for(least), max(left, 0), least, source))
+        raise MemoryPlanError(_refusal(plan, sizing.bytes_for(least), left, least))
     return plan
 
 
@@ -194,14 +178,14 @@ def plan_memory(
 class _Sizing:
     """Arithmetic between bytes, blocks and lengths."""
 
-    groups: tuple[KVGroup, ...]
+    specs: tuple[KVCacheSpec, ...]
     max_chunk: int
 
     def blocks_for(self, length: int) -> tuple[int, ...]:
-        return tuple(group.blocks_for(length, self.max_chunk) for group in self.groups)
+        return tuple(spec.max_blocks(length, self.max_chunk) for spec in self.specs)
 
     def bytes_for(self, length: int) -> int:
-        return sum(n * g.bytes_per_block for n, g in zip(self.blocks_for(length), self.groups, strict=True))
+        return sum(n * s.bytes_per_block for n, s in zip(self.blocks_for(length), self.specs, strict=True))
 
     def divide(self, kv_bytes: int, length: int, max_num_seqs: int) -> tuple[int, ...]:
         """Each group's blocks, in proportion to the need of a request of ``length``."""
@@ -225,14 +209,14 @@ class _Sizing:
         return low
 
     def concurrency(self, blocks: tuple[int, ...], length: int) -> float:
-        return min(have / need for have, need in zip(blocks, self.blocks_for(length), strict=True))
+        return min(have / max(1, need) for have, need in zip(blocks, self.blocks_for(length), strict=True))
 
 
 def _kv_bytes(config: EngineConfig, sizing: _Sizing, length: int, left: int, share: int) -> tuple[int, str]:
     """The size of the KV cache and what decided it."""
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
-    one, left = sizing.bytes_for(length), max(left, 0)
+    one = sizing.bytes_for(length)
     candidates = [
         (one * config.max_num_seqs, f"{config.max_num_seqs:,} requests of full length"),
         (left, "all that is left"),
@@ -252,13 +236,13 @@ def _notes(config: EngineConfig, wanted: int, length: int) -> tuple[str, ...]:
     )
 
 
-def _refusal(plan: MemoryPlan, need: int, left: int, length: int, source: str) -> str:
+def _refusal(plan: MemoryPlan, need: int, left: int, length: int) -> str:
     fixed = plan.weight_bytes + plan.activation_bytes + plan.logits_bytes + plan.runtime_bytes
-    have = plan.kv_bytes if source.startswith("--") else left
     return (
-        f"not enough memory for one request of {length} tokens: its KV cache needs {_size(need)}, {_size(have)} is "
-        f"left of {_size(plan.budget_bytes)} after weights, activations, logits and runtime ({_size(fixed)}); free "
-        "memory, raise --gpu-memory-utilization, or lower --max-num-seqs, --max-num-batched-tokens or the model's size"
+        f"not enough memory for one request of {length} tokens: its KV cache needs {_size(need)} and has {_size(left)} "
+        f"({plan.kv_source}); {_size(plan.budget_bytes)} may be used, and weights, activations, logits and runtime "
+        f"take {_size(fixed)}. Free memory, raise --gpu-memory-utilization or --kv-cache-memory-bytes, or lower "
+        "--max-num-seqs, --max-num-batched-tokens or the model's size"
     )
 
 

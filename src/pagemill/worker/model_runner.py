@@ -10,39 +10,25 @@ Must not decide what is computed (the core does) nor how (a :class:`Backend` doe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagemill.core.messages import BlockCopy, NewRow, SchedulerOutput, StepResult, TokenLogprobs
+from pagemill.core.messages import NewRow, SchedulerOutput, StepResult, TokenLogprobs
 from pagemill.kernels.ops import StepInputs
 from pagemill.sampling.logprobs import token_logprobs
 from pagemill.sampling.sampler import Sampler
 from pagemill.sampling.table import RowRequest
+from pagemill.worker.backend import Backend
 from pagemill.worker.input_batch import InputBatch
 
-__all__ = ["Backend", "Forward", "ModelRunner"]
+__all__ = ["Forward", "ModelRunner"]
 
 Rows = NDArray[np.int64]
 MAX_PROMPT_LOGITS = 256
 """Prompt positions whose logits are in memory at once; a longer chunk with prompt_logprobs is computed in parts."""
-
-
-class Backend(Protocol):
-    """Computes a decoder's steps over KV memory of its own."""
-
-    name: str
-    device: torch.device
-
-    def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Write the step's keys and values; logits float32 [L, V] of ``inputs.logits_rows``, the caller's to change."""
-
-    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy whole blocks within their group's layers."""
 
 
 @dataclass(slots=True)
@@ -68,6 +54,7 @@ class ModelRunner:
         self._prompt_logprobs: dict[int, int] = {}
         """Row -> candidates wanted for each prompt token."""
 
+    @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> Forward:
         """Bring the rows up to date and run the forward pass."""
         self._update_rows(plan)
@@ -80,6 +67,7 @@ class ModelRunner:
             remaining -= counts
         return forward
 
+    @torch.inference_mode()
     def sample(self, plan: SchedulerOutput, mask: NDArray[np.int32] | None, forward: Forward) -> StepResult:
         """Tokens for the rows that are due. ``mask`` int32 [R, ceil(V / 32)], parallel to the plan's requests."""
         token_ids: list[list[int]] = [[] for _ in plan.request_ids]
@@ -107,6 +95,7 @@ class ModelRunner:
                 result.logprobs[i] = [entry] if entry is not None and token_ids[i] else None
         return result
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
         """Compute one token in block 0, whose contents nobody has claimed yet, so that first calls pay nothing."""
         tables = [np.zeros((1, 1), np.int32) for _ in self.batch.block_tables]

@@ -1,0 +1,65 @@
+"""How a decoder's steps are computed, and the KV memory that they read and write.
+
+Owns the KV tensors. A backend is chosen once, at start; the runner does not know which one it drives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from pagemill.core.kv_cache import KVCacheSpec
+from pagemill.core.messages import BlockCopy
+from pagemill.kernels.ops import StepInputs
+from pagemill.kernels.reference import KVLayer, ReferenceOps
+from pagemill.models.decoder import Decoder
+
+__all__ = ["Backend", "ReferenceBackend"]
+
+
+class Backend(Protocol):
+    """Computes a decoder's steps over KV memory of its own. Called in torch's inference mode."""
+
+    name: str
+    device: torch.device
+
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """Write the step's keys and values; logits float32 [L, V] of ``inputs.logits_rows``, the caller's to change."""
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy whole blocks within their group's layers."""
+
+
+class ReferenceBackend:
+    """PyTorch's own functions, op by op, on any device."""
+
+    name = "reference"
+
+    def __init__(
+        self, decoder: Decoder, specs: Sequence[KVCacheSpec], kv_dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.device = device
+        self._decoder = decoder
+        self._specs = specs
+        self._caches: list[KVLayer] = []  # one per layer
+        for attention in decoder.attention_specs:
+            spec = specs[attention.group]
+            shape = (spec.num_blocks, spec.block_size, attention.num_kv_heads, attention.head_dim)
+            # Not filled: on a CPU the pages cost nothing until a request writes them.
+            keys, values = (torch.empty(shape, dtype=kv_dtype, device=device) for _ in range(2))
+            self._caches.append(KVLayer(keys, values))
+
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """One pass of the decoder."""
+        logits: torch.Tensor = self._decoder.forward(ReferenceOps(inputs, self._caches))
+        return logits
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Layer by layer."""
+        for copy in copies:
+            for layer in self._specs[copy.group].layers:
+                cache = self._caches[layer]
+                cache.keys[copy.target] = cache.keys[copy.source]
+                cache.values[copy.target] = cache.values[copy.source]
