@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pagemill.errors import EngineDeadError, PagemillError, PromptTooLongError
+from pagemill.errors import EngineDeadError, PagemillError, PromptTooLongError, RequestError
 from pagemill.params import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
 
 BOS, EOS, OPEN, CLOSE = 256, 257, 258, 259
@@ -38,7 +38,7 @@ class ByteTokenizer:
                 text = text[1:]
         return ids
 
-    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         kept = [token for token in ids if not (skip_special_tokens and token in SPECIALS)]
         return b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
 
@@ -111,7 +111,7 @@ class FakeEngine:
 
     async def generate(
         self,
-        prompt: str | list[int],
+        prompt: list[int],
         params: SamplingParams,
         request_id: str,
         *,
@@ -119,7 +119,8 @@ class FakeEngine:
         cache_salt: str | None = None,
         output_kind: str = "delta",
     ) -> AsyncGenerator[RequestOutput, None]:
-        assert isinstance(prompt, list)
+        if max(prompt) >= ByteTokenizer.vocab_size:
+            raise RequestError(f"the prompt holds the token id {max(prompt)}; ids are 0 to 259", param="prompt")
         self.seen.append((prompt, params, request_id))
         if not self.state.alive:
             raise EngineDeadError("the engine is starting again; retry")

@@ -67,7 +67,6 @@ async def read_prompts(context: ServerContext, asked: CompletionRequest, params:
         if isinstance(single, str):
             prompt = Prompt(await context.encode(single, add_special_tokens=add_special), single)
         else:
-            context.check_token_ids(single, "prompt")
             prompt = Prompt(single)
         if not prompt.token_ids or single == "":
             raise RequestError("prompt is empty; send text or at least one token id", param="prompt")

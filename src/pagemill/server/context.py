@@ -47,13 +47,6 @@ class ServerContext:
         tokenizer = self.engine.tokenizer
         return await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
-    def check_token_ids(self, ids: list[int], param: str) -> None:
-        """Raise for the first id that is not in the vocabulary."""
-        size = self.engine.tokenizer.vocab_size
-        if ids and max(ids) >= size:
-            bad = next(token for token in ids if token >= size)
-            raise RequestError(f"{param} holds the token id {bad}; the vocabulary has ids 0 to {size - 1}", param=param)
-
     async def render_chat(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
         """Messages -> the prompt's text, by the model's (or the request's own) template."""
         messages = chat_messages(request)

@@ -5,7 +5,7 @@ Holds no code. Text never crosses this border on the way in: prompts are token i
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from pagemill.params import RequestOutput, SamplingParams
@@ -24,11 +24,11 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
-    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str: ...
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
-    def id_to_token(self, id: int) -> str | None: ...  # noqa: A002  (the tokenizer's own name for it)
+    def id_to_token(self, index: int, /) -> str | None: ...
 
-    def token_bytes(self, id: int) -> bytes: ...  # noqa: A002
+    def token_bytes(self, index: int, /) -> bytes: ...
 
 
 class ChatTemplate(Protocol):
@@ -75,7 +75,7 @@ class Engine(Protocol):
 
     def generate(
         self,
-        prompt: str | list[int],
+        prompt: list[int],
         params: SamplingParams,
         request_id: str,
         *,

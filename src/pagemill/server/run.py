@@ -16,16 +16,17 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagemill.config import EngineConfig, ServerConfig
+from pagemill.engine.frontend import AsyncLLM
+from pagemill.engine.process import EngineProcess
 from pagemill.errors import ConfigError
 
 if TYPE_CHECKING:
     from pagemill.server.context import ServerContext
-    from pagemill.server.engine_port import Engine
 
 __all__ = ["bind", "serve"]
 
@@ -40,13 +41,21 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Serve until a signal; returns the exit code."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     logging.getLogger("pagemill").setLevel(server_config.log_level.upper())
+    phases = _Phases()
+    template = _template_source(server_config.chat_template)
     with contextlib.closing(bind(server_config.host, server_config.port)) as listener:
-        try:
-            import uvloop
-        except ImportError:
-            return asyncio.run(_serve(engine_config, server_config, listener))
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(engine_config, server_config, listener))
+        process = EngineProcess.spawn()  # it imports while this process does
+        runner = _Runner(engine_config, server_config, listener, template, process, phases)
+        with asyncio.Runner(loop_factory=_loop_factory()) as loop:
+            return loop.run(runner.run())
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None  # not on Windows
+    return uvloop.new_event_loop
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -70,40 +79,73 @@ def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     return ConfigError(f"cannot listen on --host {host} --port {port}: {error.strerror or error}")
 
 
-async def _serve(engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket) -> int:
-    phases = _Phases()
-    template = _template_source(server_config.chat_template)
-    with _signals() as stop:
-        async with _Engine(engine_config, server_config) as starting:
-            engine = await _unless_stopped(starting, stop)
-            if engine is None:
-                return 0
-            phases.done("engine")
-            return await _listen(engine, server_config, listener, template, stop, phases)
+class _Runner:
+    """One run of the server."""
 
+    def __init__(
+        self,
+        engine_config: EngineConfig,
+        config: ServerConfig,
+        listener: socket.socket,
+        template: str | None,
+        process: EngineProcess,
+        phases: _Phases,
+    ) -> None:
+        self._engine_config = engine_config
+        self._config = config
+        self._listener = listener
+        self._template = template
+        self._process = process
+        self._phases = phases
 
-class _Engine:
-    """Starts the engine on entry, in a task; shuts it down on exit, whatever happened."""
+    async def run(self) -> int:
+        """Start the engine, serve, and end it, whatever happened in between."""
+        with _signals() as stop:
+            starting = asyncio.create_task(self._start_engine())
+            try:
+                await asyncio.to_thread(_import_http)
+                self._phases.done("imports")
+                await _first_of(starting, stop.first)
+                if stop.first.is_set():
+                    return 0
+                engine = await starting
+                self._phases.done("model")
+                return await self._listen(engine, stop)
+            finally:
+                starting.cancel()
+                for result in await asyncio.gather(starting, return_exceptions=True):
+                    if not isinstance(result, BaseException):
+                        await result.shutdown()
 
-    def __init__(self, engine_config: EngineConfig, server_config: ServerConfig) -> None:
-        self._configs = engine_config, server_config
-        self._task: asyncio.Task[Any] | None = None
+    async def _start_engine(self) -> AsyncLLM:
+        return await AsyncLLM.start(
+            self._engine_config,
+            process=self._process,
+            max_num_queued_reqs=self._config.max_num_queued_reqs,
+            log_level=self._config.log_level,
+        )
 
-    async def __aenter__(self) -> asyncio.Task[Any]:
-        from pagemill.engine.frontend import AsyncLLM
+    async def _listen(self, engine: AsyncLLM, stop: _Stop) -> int:
+        from pagemill.server.app import build_app
 
-        self._task = asyncio.create_task(AsyncLLM.start(self._configs[0]))
-        await asyncio.sleep(0)  # the engine's process starts before the imports below take the time
-        await asyncio.to_thread(_import_http)
-        return self._task
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._task is not None
-        if not self._task.done():
-            self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            engine = await self._task
-            await engine.shutdown(0.0)
+        app = build_app(engine, self._config)
+        if self._template is not None:
+            app.context.use_template(self._template)
+        server = _uvicorn_server(app, self._config)
+        try:
+            self._listener.listen(BACKLOG)
+        except OSError as error:
+            raise _cannot_listen(self._config.host, self._config.port, error) from None
+        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        self._phases.done("http")
+        print(engine.facts.memory_plan)
+        _announce(app.context, self._listener, self._phases)
+        await _first_of(serving, stop.first)
+        await _drain(app.context, self._config.shutdown_timeout, stop)
+        await engine.shutdown()
+        server.should_exit = True
+        await serving
+        return 0
 
 
 def _import_http() -> None:
@@ -112,62 +154,11 @@ def _import_http() -> None:
     import pagemill.server.app  # noqa: F401
 
 
-async def _unless_stopped(starting: asyncio.Task[Any], stop: _Stop) -> Engine | None:
-    stopping = asyncio.create_task(stop.first.wait())
-    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    if stop.first.is_set():
-        return None
-    engine: Engine = await starting
-    return engine
-
-
-async def _listen(
-    engine: Engine,
-    config: ServerConfig,
-    listener: socket.socket,
-    template: str | None,
-    stop: _Stop,
-    phases: _Phases,
-) -> int:
-    import uvicorn
-
-    from pagemill.server.app import build_app
-
-    app = build_app(engine, config)
-    if template is not None:
-        app.context.use_template(template)
-    server = _quiet_server(
-        uvicorn.Config(
-            app,
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            backlog=BACKLOG,
-            timeout_keep_alive=config.timeout_keep_alive,
-            timeout_graceful_shutdown=CLOSING_S,
-        )
-    )
-    try:
-        listener.listen(BACKLOG)
-    except OSError as error:
-        raise _cannot_listen(config.host, config.port, error) from None
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    phases.done("http")
-    _announce(app.context, listener, phases)
-    stopping = asyncio.create_task(stop.first.wait())
-    await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    await _drain(app.context, config.shutdown_timeout, stop)
-    await engine.shutdown(0.0)
-    server.should_exit = True
-    await serving
-    return 0
+async def _first_of(task: asyncio.Task[Any], event: asyncio.Event) -> None:
+    """Until either has happened."""
+    waiting = asyncio.create_task(event.wait())
+    await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
 
 
 async def _drain(context: ServerContext, timeout_s: float, stop: _Stop) -> None:
@@ -181,8 +172,8 @@ async def _drain(context: ServerContext, timeout_s: float, stop: _Stop) -> None:
         wait.cancel()
 
 
-def _quiet_server(config: Any) -> Any:
-    """A uvicorn server that leaves signals alone."""
+def _uvicorn_server(app: Any, config: ServerConfig) -> Any:
+    """uvicorn without what costs per request, leaving signals alone."""
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -190,7 +181,21 @@ def _quiet_server(config: Any) -> Any:
         def capture_signals(self) -> Iterator[None]:
             yield
 
-    return Server(config)
+    settings = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=config.timeout_keep_alive,
+        timeout_graceful_shutdown=CLOSING_S,
+    )
+    return Server(settings)
 
 
 class _Stop:

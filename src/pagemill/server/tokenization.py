@@ -44,7 +44,11 @@ async def detokenize(context: ServerContext, request: Request) -> Response:
     """Token ids -> text, special tokens shown."""
     asked = await context.read(request, DetokenizeRequest)
     context.check_model(asked.model)
-    context.check_token_ids(asked.tokens, "tokens")
     tokenizer = context.engine.tokenizer
+    if asked.tokens and max(asked.tokens) >= tokenizer.vocab_size:
+        raise RequestError(
+            f"tokens holds the token id {max(asked.tokens)}; this model's ids are 0 to {tokenizer.vocab_size - 1}",
+            param="tokens",
+        )
     text = await off_loop(4 * len(asked.tokens), lambda: tokenizer.decode(asked.tokens, skip_special_tokens=False))
     return json_response({"prompt": text})
