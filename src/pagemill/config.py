@@ -19,7 +19,7 @@ from typing import Any
 
 from pagemill.errors import ConfigError
 
-__all__ = ["EngineConfig", "Flag", "ServerConfig", "cache_dir", "flags", "offline"]
+__all__ = ["EngineConfig", "Flag", "ServerConfig", "cache_dir", "docstrings", "flags", "offline"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The embedded default; see models/sources.py."""
@@ -122,7 +122,7 @@ class Flag:
 
 
 @functools.cache
-def _docstrings(cls: type) -> dict[str, str]:
+def docstrings(cls: type) -> dict[str, str]:
     """The string literal that follows each field."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(tree, ast.ClassDef)
@@ -150,7 +150,7 @@ def flags(cls: type) -> list[Flag]:
         base = parts[0] if repeated or optional else hint
         found.append(
             Flag(
-                item.name, base, optional, repeated, item.default, item.metadata["choices"], _docstrings(cls)[item.name]
+                item.name, base, optional, repeated, item.default, item.metadata["choices"], docstrings(cls)[item.name]
             )
         )
     return found

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers
 
 from pagemill.core.kv_cache import KVCacheSpec
 from pagemill.core.messages import SchedulerOutput, StepResult, TokenLogprobs
 from pagemill.errors import RequestError
 from pagemill.model_config import LayerConfig, ModelConfig
+from pagemill.models.tokenizer import Tokenizer
 from tests.models.tiny import tiny_tokenizer
 
 VOCAB_SIZE = 320
@@ -110,58 +112,21 @@ def scripted(script: Sequence[int]) -> NextToken:
     return next_token
 
 
-class TextTokenizer:
-    """A tokenizers.Tokenizer with the methods that the engine needs."""
-
-    def __init__(self, backend: Tokenizer, *, byte_level: bool = True, special: int = 5) -> None:
-        self.backend = backend
-        self.special_ids = frozenset(range(special))
-        self.eos_ids = (2,)
-        self._bytes = {char: byte for byte, char in enumerate(_byte_level_alphabet())} if byte_level else None
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
-
-    def token_to_id(self, token: str) -> int | None:
-        found = self.backend.token_to_id(token)
-        return None if found is None else int(found)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        token = self.backend.id_to_token(token_id)
-        if token_id in self.special_ids:
-            return str(token).encode()
-        if self._bytes is not None:
-            return bytes(self._bytes[char] for char in token)
-        if token.startswith("<0x"):
-            return bytes([int(token[3:5], 16)])
-        return str(token).replace("▁", " ").encode()
-
-
-def byte_level_tokenizer() -> TextTokenizer:
+def byte_level_tokenizer() -> Tokenizer:
     """A byte-level BPE: any token may be part of a code point."""
-    return TextTokenizer(tiny_tokenizer())
+    return Tokenizer(tiny_tokenizer(), special_tokens={}, eos_ids=(2,))
 
 
-def sentencepiece_tokenizer() -> TextTokenizer:
+def sentencepiece_tokenizer() -> Tokenizer:
     """A BPE as SentencePiece makes them: a space before the text, bytes for what is not in the vocabulary."""
     words = ["▁the", "▁world", "Hello", "▁Hello", "▁", "w", "o", "r", "l", "d", "e", "H", "é", "."]
     special = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
     tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     vocab = {token: index for index, token in enumerate(tokens)}
-    backend = Tokenizer(models.BPE(vocab, [], byte_fallback=True, fuse_unk=True))
+    backend = Backend(models.BPE(vocab, [], byte_fallback=True, fuse_unk=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     backend.add_special_tokens(special)
-    return TextTokenizer(backend, byte_level=False)
-
-
-def _byte_level_alphabet() -> list[str]:
-    """The printable character that stands for each byte, as GPT-2 chose them."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return [chr(byte) if byte in shown else chr(256 + hidden.index(byte)) for byte in range(256)]
+    return Tokenizer(backend, special_tokens={}, eos_ids=(2,))

@@ -12,8 +12,9 @@ from pagemill.engine.input import InputProcessor
 from pagemill.engine.metrics import Metrics
 from pagemill.engine.output import OutputKind, OutputProcessor, RequestState
 from pagemill.engine.wire import Abort, Add, CallReply, StepOutputs, ToEngine
+from pagemill.models.tokenizer import Tokenizer
 from pagemill.params import RequestOutput, SamplingParams
-from tests.engine.fakes import FakeExecutor, NextToken, TextTokenizer, byte_level_tokenizer, scramble
+from tests.engine.fakes import FakeExecutor, NextToken, byte_level_tokenizer, scramble
 
 
 class Engine:
@@ -23,7 +24,7 @@ class Engine:
         self,
         next_token: NextToken = scramble,
         *,
-        tokenizer: TextTokenizer | None = None,
+        tokenizer: Tokenizer | None = None,
         num_blocks: int = 64,
         max_model_len: int = 256,
         clamp: bool = False,

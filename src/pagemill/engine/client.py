@@ -66,7 +66,7 @@ def engine_facts(executor: Any) -> EngineFacts:
         max_model_len=executor.max_model_len,
         block_size=executor.kv_specs[0].block_size,
         num_blocks=sum(spec.num_blocks for spec in executor.kv_specs),
-        memory_plan=str(executor.memory_plan),
+        memory_plan=executor.memory_plan.render(),
     )
 
 

@@ -1,8 +1,9 @@
 """The engine's heart: one step after another, as design.md draws it.
 
 Owns the order of effects in a step: take in what the front sent, schedule, forward pass, sample, accept tokens, send
-what was produced. Where the executor is asynchronous, sending waits for the next forward pass and hides under it. Must not know sockets, text or devices: messages
-come from ``inbox``, outputs go to ``sink``, tensors stay behind the executor.
+what was produced. Where the executor is asynchronous, sending waits for the next forward pass and hides under it. Must
+not know sockets, text or devices: messages come from ``inbox``, outputs go to ``sink``, tensors stay behind the
+executor.
 """
 
 from __future__ import annotations

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import signal
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self, TypeVar
 
 from pagemill.config import DEFAULT_MODEL, EngineConfig, validate
@@ -153,7 +155,7 @@ class LLM:
                         ready.append((key, error))
                         continue
                     states[id(state)] = key, state
-                self._client.step()
+                self._step()
                 for key, state in [entry for entry in states.values() if entry[1].finished]:
                     del states[id(state)]
                     ready.append((key, state.error or _taken(state)))
@@ -165,7 +167,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool = True
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """One prompt's outputs as they come, each with what is new. Closing the iterator ends the request."""
         text, special = self._split(prompt)
         prepared = self._prepare(text, special and add_special_tokens, params, 0)
@@ -180,7 +182,7 @@ class LLM:
                     if output.finished:
                         return
                 else:
-                    self._client.step()
+                    self._step()
         finally:
             self._drop(state)
 
@@ -246,7 +248,7 @@ class LLM:
             bar = RequestProgress(len(states), self.metrics)
         with bar as progress:
             while unfinished:
-                self._client.step()
+                self._step()
                 done = [key for key, state in unfinished.items() if state.finished]
                 for key in done:
                     del unfinished[key]
@@ -301,12 +303,37 @@ class LLM:
     def _drop(self, state: RequestState) -> None:
         if not state.finished:
             self._client.abort(self._output.abort(state, time.monotonic()))
+            self._step()
+
+    def _step(self) -> None:
+        """One step; Ctrl-C takes effect after it, so that the engine is whole and can be used again."""
+        with _interrupts_held():
             self._client.step()
 
     def _on_outputs(self, step: StepOutputs) -> None:
         stopped = self._output.process(step)
         if stopped:
             self._client.abort(stopped)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Raise KeyboardInterrupt at the end of the block and not within it."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or not _in_main_thread():
+        yield
+        return
+    caught: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if caught:
+        raise KeyboardInterrupt
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _nothing() -> None:

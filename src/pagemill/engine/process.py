@@ -20,8 +20,8 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
+from io import RawIOBase
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
@@ -109,7 +109,7 @@ class EngineProcess:
         try:
             pipe.write(_LENGTH.pack(len(frame)) + frame)
             pipe.flush()
-        except BrokenPipeError:
+        except (BrokenPipeError, ValueError):  # ValueError: the pipe was closed because the child has ended
             logger.debug("the engine process ended before it was told what to run")
 
     def kill(self) -> None:
@@ -135,7 +135,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     import pagemill.worker.executor  # noqa: F401  (heavy, and needed by every order)
 
-    lifeline = sys.stdin.buffer
+    # Unbuffered: a thread that waits in a buffered reader would hold its lock when the interpreter ends.
+    lifeline = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115  (stays open as long as the process)
     order = _read_order(lifeline)
     if order is None:
         return
@@ -153,14 +154,21 @@ def main() -> None:
             sys.exit(1)
 
 
-def _read_order(pipe: BinaryIO) -> StartOrder | None:
-    header = pipe.read(_LENGTH.size)
-    if len(header) < _LENGTH.size:
-        return None
-    return msgspec.msgpack.decode(pipe.read(_LENGTH.unpack(header)[0]), type=StartOrder)
+def _read_order(pipe: RawIOBase) -> StartOrder | None:
+    """The front's order, or None if the front is gone before it gave one."""
+    frame = b""
+    wanted = _LENGTH.size
+    while len(frame) < wanted:
+        part = pipe.read(wanted - len(frame))
+        if not part:
+            return None
+        frame += part
+        if len(frame) == _LENGTH.size:
+            wanted += _LENGTH.unpack(frame)[0]
+    return msgspec.msgpack.decode(frame[_LENGTH.size :], type=StartOrder)
 
 
-def _die_with_front(pipe: BinaryIO) -> None:
+def _die_with_front(pipe: RawIOBase) -> None:
     """Nothing is written after the order: the read returns when the front's end of the pipe is gone."""
     pipe.read(1)
     os._exit(1)

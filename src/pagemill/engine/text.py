@@ -50,12 +50,14 @@ class ModelText:
 
     def default_params(self, **values: Any) -> SamplingParams:
         """Sampling parameters as the model's authors recommend them, where ``values`` say nothing else."""
-        given = {
-            name: self.generation_config[name] for name in _DEFAULTS if self.generation_config.get(name) is not None
-        }
+        return SamplingParams.create(**{**self.default_values(), **values})
+
+    def default_values(self) -> dict[str, Any]:
+        """The parameters that the model's authors recommend."""
         if self.generation_config.get("do_sample") is False:
-            given = {"temperature": 0.0}
-        return SamplingParams.create(**{**given, **values})
+            return {"temperature": 0.0}
+        found = {name: self.generation_config.get(name) for name in _DEFAULTS}
+        return {name: value for name, value in found.items() if value is not None}
 
     def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """The prompt for a conversation; tokenise it without adding special tokens."""

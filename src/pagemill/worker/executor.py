@@ -48,6 +48,8 @@ class Executor(Protocol):
     max_model_len: int
     memory_plan: MemoryPlan
     source: ModelSource
+    asynchronous: bool
+    """Whether :meth:`execute` returns before the forward pass is done."""
 
     def execute(self, plan: SchedulerOutput) -> Any:
         """Start the forward pass; returns a handle for :meth:`sample`."""
@@ -64,6 +66,8 @@ class Executor(Protocol):
 
 class InprocExecutor:
     """The model in the caller's own process."""
+
+    asynchronous = False
 
     def __init__(
         self,

@@ -1,0 +1,174 @@
+"""The asyncio front over a real engine process: streams, cancellation, death and restart, draining."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from pagemill.config import EngineConfig
+from pagemill.engine.frontend import AsyncLLM
+from pagemill.engine.offline import LLM
+from pagemill.engine.process import EngineProcess
+from pagemill.errors import (
+    ConfigError,
+    EngineDeadError,
+    ModelNotFoundError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestError,
+    ShuttingDownError,
+)
+from pagemill.params import FinishReason, RequestOutput, SamplingParams
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def engine(tiny_config: EngineConfig) -> AsyncIterator[AsyncLLM]:
+    """One engine for the tests that leave it as they found it."""
+    made = await AsyncLLM.start(tiny_config, max_num_queued_reqs=16)
+    yield made
+    assert made.metrics.num_open == 0
+    await made.shutdown()
+
+
+async def collect(engine: AsyncLLM, prompt: Any, params: SamplingParams, kind: str = "delta") -> list[RequestOutput]:
+    return [output async for output in engine.generate(prompt, params, "r", output_kind=kind)]
+
+
+async def until(condition: Any) -> None:
+    """Wait for the engine to get there; the test's own time limit ends a wait that is in vain."""
+    while not condition():  # noqa: ASYNC110  (polls another process)
+        await asyncio.sleep(0.005)
+
+
+async def test_streams_agree_with_offline_answers_and_with_each_other(
+    engine: AsyncLLM, tiny_config: EngineConfig
+) -> None:
+    prompts = ["the fox", "over the lazy dog", "a while"]
+    deltas = await asyncio.gather(*(collect(engine, prompt, PARAMS) for prompt in prompts))
+    finals = await asyncio.gather(*(collect(engine, prompt, PARAMS, "final") for prompt in prompts))
+    assert engine.health().alive
+    assert engine.engine_pid not in {None, os.getpid()}
+    assert await engine.call("check_invariants") is None
+    with LLM.from_config(tiny_config) as llm:
+        offline = llm.generate(prompts, PARAMS, use_tqdm=False)
+    for streamed, final, expected in zip(deltas, finals, offline, strict=True):
+        assert len(final) == 1
+        assert "".join(output.outputs[0].text for output in streamed) == final[0].outputs[0].text
+        assert final[0].outputs[0].text == expected.outputs[0].text
+        assert final[0].outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+async def test_a_reader_that_leaves_ends_its_request_and_no_other(engine: AsyncLLM) -> None:
+    aborted = engine.metrics.finished(FinishReason.ABORT)
+    other = asyncio.create_task(collect(engine, "the dog", LONG, "final"))
+    async with aclosing(engine.generate("the fox", LONG, "gone")) as stream:
+        await anext(stream)
+    task = asyncio.create_task(collect(engine, "jumps", LONG))
+    await until(lambda: engine.metrics.num_open == 2)
+    task.cancel()
+    await until(lambda: engine.metrics.num_open == 1)
+    (output,) = await other
+    assert len(output.outputs[0].token_ids) == 100
+    assert engine.metrics.finished(FinishReason.ABORT) - aborted == 2
+    stats = await engine.call("stats")
+    assert stats[4] == stats[5] == 0
+
+
+async def test_a_slow_reader_gets_what_is_missing_in_one_piece(engine: AsyncLLM) -> None:
+    stream = await engine.submit("the fox", LONG, "slow")
+    await until(lambda: engine.metrics.num_open == 0)
+    (output,) = [output async for output in stream]
+    assert len(output.outputs[0].token_ids) == 100
+
+
+async def test_bad_requests_are_refused_at_once_and_the_next_is_served(engine: AsyncLLM) -> None:
+    with pytest.raises(PromptTooLongError, match="128"):
+        await engine.submit([7] * 300, PARAMS, "r")
+    with pytest.raises(RequestError, match="cannot be empty"):
+        await engine.submit("", PARAMS, "r")
+    with pytest.raises(QueueFullError, match="--max-num-queued-reqs"):
+        await engine.submit("x", SamplingParams(n=17), "r")
+    assert await collect(engine, "the fox", PARAMS)
+
+
+async def test_an_abort_by_name_ends_the_stream_with_what_it_has(engine: AsyncLLM) -> None:
+    stream = await engine.submit("the fox", LONG, "mine")
+    await anext(stream)
+    assert await engine.abort("mine")
+    last = [output async for output in stream][-1]
+    assert last.finished
+    assert last.outputs[0].finish_reason is FinishReason.ABORT
+    assert not await engine.abort("mine")
+
+
+async def test_a_killed_engine_ends_open_requests_at_once_and_comes_back(engine: AsyncLLM) -> None:
+    before = await collect(engine, "the fox", PARAMS, "final")
+    stream = await engine.submit("the dog", SamplingParams(max_tokens=100, ignore_eos=True), "open")
+    await anext(stream)
+    assert engine.engine_pid is not None
+    os.kill(engine.engine_pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        [output async for output in stream]
+    health = engine.health()
+    assert not health.alive
+    assert "SIGKILL" in (health.reason or "")
+    with pytest.raises(EngineDeadError, match="try again"):
+        await engine.submit("the dog", PARAMS, "too early")
+    await until(lambda: engine.health().alive)
+    after = await collect(engine, "the fox", PARAMS, "final")
+    assert after[0].outputs[0].token_ids == before[0].outputs[0].token_ids
+    assert engine.health().restarts == engine.metrics.restarts == 1
+    assert engine.metrics.finished(FinishReason.ERROR) == 1
+
+
+async def test_shutdown_lets_open_requests_finish_and_takes_no_new_ones(tiny_config: EngineConfig) -> None:
+    engine = await AsyncLLM.start(tiny_config)
+    pid = engine.engine_pid
+    task = asyncio.create_task(collect(engine, "the fox", LONG, "final"))
+    await until(lambda: engine.metrics.num_open == 1)
+    ending = asyncio.create_task(engine.shutdown(timeout_s=60.0))
+    await asyncio.sleep(0)
+    with pytest.raises(ShuttingDownError):
+        await engine.submit("x", PARAMS, "late")
+    (output,) = await task
+    assert output.outputs[0].finish_reason is FinishReason.LENGTH
+    await ending
+    assert pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_shutdown_without_patience_aborts_what_is_open(tiny_config: EngineConfig) -> None:
+    engine = await AsyncLLM.start(tiny_config)
+    stream = await engine.submit("the fox", LONG, "r")
+    await engine.shutdown()
+    last = [output async for output in stream][-1]
+    assert last.outputs[0].finish_reason is FinishReason.ABORT
+
+
+async def test_what_keeps_the_engine_from_starting_is_raised_as_what_it_is(tiny_config: EngineConfig) -> None:
+    from dataclasses import replace
+
+    with pytest.raises(ModelNotFoundError, match="no-such-model"):
+        await AsyncLLM.start(replace(tiny_config, model="no-such-model"))
+    with pytest.raises(ConfigError):
+        await AsyncLLM.start(replace(tiny_config, num_gpu_blocks_override=None, kv_cache_memory_bytes=1))
+
+
+async def test_a_child_that_dies_before_it_is_told_anything_is_an_error_not_a_hang(tiny_config: EngineConfig) -> None:
+    process = EngineProcess.spawn()
+    os.kill(process.pid, signal.SIGKILL)
+    process.ended.result()
+    with pytest.raises(EngineDeadError, match="while starting"):
+        await AsyncLLM.start(tiny_config, process=process)

@@ -1,0 +1,127 @@
+"""LLM: prompts in every form, answers in order, errors that stay with their prompt."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from pagemill.config import EngineConfig
+from pagemill.engine.offline import LLM
+from pagemill.errors import PromptTooLongError, RequestError
+from pagemill.params import FinishReason, SamplingParams
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory, tiny_model: object) -> Iterator[LLM]:
+    config = EngineConfig(
+        model=str(tiny_model), dtype="float32", num_threads=1, num_gpu_blocks_override=64, max_num_seqs=4
+    )
+    with LLM.from_config(config) as made:
+        yield made
+
+
+def test_prompts_come_as_text_ids_or_dicts_alone_or_in_lists(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("the fox")
+    forms = ["the fox", ids, {"prompt": "the fox"}, {"prompt_token_ids": ids}]
+    alone = [llm.generate(form, PARAMS, use_tqdm=False) for form in forms]
+    together = llm.generate(forms, PARAMS, use_tqdm=False)
+    expected = together[0].outputs[0].token_ids
+    assert len(expected) == 6
+    assert all(output.outputs[0].token_ids == expected for output in [*together, *(each[0] for each in alone)])
+
+
+def test_results_are_in_the_prompts_order_whatever_finishes_first(llm: LLM) -> None:
+    prompts = [[5 + index, 6, 7] for index in range(12)]
+    params = [SamplingParams(temperature=0.0, max_tokens=1 + (7 * index) % 12, ignore_eos=True) for index in range(12)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [each.max_tokens for each in params]
+
+
+def test_a_bad_prompt_is_named_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(PromptTooLongError, match=r"prompt 1: .* 500 tokens"):
+        llm.generate([[5], [5] * 500], PARAMS, use_tqdm=False)
+    with pytest.raises(RequestError, match="2 prompts but 1 sampling_params"):
+        llm.generate([[5], [6]], [PARAMS], use_tqdm=False)
+    assert llm.generate([5], PARAMS, use_tqdm=False)[0].finished
+
+
+def test_an_output_that_would_pass_the_context_ends_with_length(llm: LLM) -> None:
+    (output,) = llm.generate([5] * 120, SamplingParams(max_tokens=500, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 8
+    assert output.outputs[0].finish_reason is FinishReason.LENGTH
+
+
+def test_chat_renders_the_models_own_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    (one,) = llm.chat(messages, PARAMS, use_tqdm=False)
+    assert one.prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert one.prompt_token_ids[0] == llm.tokenizer.token_to_id("<|im_start|>")
+    both = llm.chat([messages, messages], PARAMS, use_tqdm=False)
+    assert [each.outputs[0].text for each in both] == [one.outputs[0].text] * 2
+
+
+def test_a_seeded_request_is_the_same_alone_and_among_others(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=123, max_tokens=8, ignore_eos=True)
+    (alone,) = llm.generate("the fox", params, use_tqdm=False)
+    among = llm.generate(["a dog", "the fox", "in a while"], params, use_tqdm=False)
+    assert among[1].outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+def test_a_stream_yields_tokens_as_they_come_and_frees_its_blocks_when_closed(llm: LLM) -> None:
+    stream = llm.stream("the fox", SamplingParams(max_tokens=50, ignore_eos=True))
+    assert len(next(stream).outputs[0].token_ids) == 1
+    stream.close()
+    assert llm.call("stats").kv_usage == 0
+    assert llm.call("check_invariants") is None
+
+
+def test_every_output_token_has_its_time(llm: LLM) -> None:
+    times = llm.token_times("the fox", PARAMS)
+    assert len(times) == 6
+    assert times == sorted(times)
+
+
+def test_a_stream_of_any_length_is_worked_through_with_its_errors(llm: LLM) -> None:
+    items = [(index, [5, 6 + index] if index != 7 else [5] * 500, PARAMS) for index in range(20)]
+    results = dict(llm.complete(iter(items), ahead=2))
+    assert sorted(results) == list(range(20))
+    assert [key for key, result in results.items() if isinstance(result, PromptTooLongError)] == [7]
+
+
+def test_an_interrupt_leaves_the_engine_usable(llm: LLM) -> None:
+    stream = llm.stream("the fox", SamplingParams(max_tokens=100, ignore_eos=True))
+    next(stream)
+    step = llm._client.core.executor.sample
+
+    def interrupted(*args: object) -> object:
+        os.kill(os.getpid(), signal.SIGINT)
+        llm._client.core.executor.sample = step  # type: ignore[method-assign]
+        return step(*args)  # type: ignore[arg-type]
+
+    llm._client.core.executor.sample = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        list(stream)
+    assert llm.call("check_invariants") is None
+    assert llm.generate("the fox", PARAMS, use_tqdm=False)[0].finished
+
+
+def test_the_progress_bar_counts_requests_and_tokens(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate([[5], [6]], PARAMS, use_tqdm=True)
+    shown = capsys.readouterr().out
+    assert "2/2" in shown
+    assert "tok/s" in shown
+
+
+def test_totals_say_what_a_run_did(llm: LLM) -> None:
+    before = llm.stats()
+    llm.generate([[5, 6, 7], [6, 7, 8]], PARAMS, use_tqdm=False)
+    after = llm.stats()
+    assert after.num_generated_tokens - before.num_generated_tokens == 12
+    assert after.num_prompt_tokens - before.num_prompt_tokens == 6
+    assert after.filled_slot_steps <= after.allocated_slot_steps
