@@ -116,7 +116,11 @@ def hugging_face_folder(gguf: Path) -> Path:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-        AutoModelForCausalLM.from_pretrained(**place, dtype="bfloat16").save_pretrained(folder)
+        loaded = AutoModelForCausalLM.from_pretrained(**place, dtype="bfloat16")
+        del loaded.config.quantization_config
+        plain = AutoModelForCausalLM.from_config(loaded.config).bfloat16()
+        plain.load_state_dict(loaded.state_dict())
+        plain.save_pretrained(folder)
         AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
     return folder
 

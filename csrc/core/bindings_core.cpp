@@ -2,11 +2,14 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "bindings.h"
+#include "core/ceilings.h"
 #include "core/isa.h"
 #include "core/team.h"
 
@@ -64,6 +67,12 @@ void register_core(nb::module_& m) {
   m.def("num_threads", &num_threads);
   m.def("set_num_threads", &set_num_threads, nb::arg("n"), nb::call_guard<nb::gil_scoped_release>());
   m.def("usable_cores", &usable_cores);
+  m.def("measure_ceiling",
+        [](const std::string& kind, double seconds, int64_t bytes) {
+          nb::gil_scoped_release release;
+          return measure_ceiling(kind.c_str(), seconds, bytes);
+        },
+        nb::arg("kind"), nb::arg("seconds") = 0.3, nb::arg("bytes") = int64_t{1} << 28);
   m.def("team_selftest", &team_selftest, nb::arg("rounds"), nb::arg("tasks"),
         nb::call_guard<nb::gil_scoped_release>());
 }

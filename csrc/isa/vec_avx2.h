@@ -55,11 +55,15 @@ inline I32 high_nibbles(I32 w) { return _mm256_and_si256(_mm256_srli_epi16(w, 4)
 constexpr int kW8Offset = 0;
 using W8 = I32;
 inline W8 prepare_w8(I32 w) { return w; }
-inline I32 dot8(I32 acc, W8 w, I32 a) { return _mm256_dpbusd_avx_epi32(acc, w, a); }
+// Not the intrinsic: GCC 12 and 13 copy its accumulator to another register and to the stack on every use.
+inline I32 dot8(I32 acc, W8 w, I32 a) {
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(w), "x"(a));
+  return acc;
+}
 
 using S4 = I32;
 inline S4 start4(I32 offset) { return offset; }
-inline S4 step4(S4 acc, I32 w, I32 a) { return _mm256_dpbusd_avx_epi32(acc, w, a); }
+inline S4 step4(S4 acc, I32 w, I32 a) { return dot8(acc, w, a); }
 template <class Offset>
 inline I32 finish4(S4 acc, Offset) { return acc; }
 
@@ -72,7 +76,11 @@ struct W8 {
   I32 value, magnitude;
 };
 inline W8 prepare_w8(I32 w) {
-  const I32 value = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+  // From memory each time: kept in a register, the constant would push an accumulator out.
+  alignas(32) static constexpr uint64_t kFlip[4] = {0x8080808080808080u, 0x8080808080808080u, 0x8080808080808080u,
+                                                    0x8080808080808080u};
+  I32 value;
+  asm("vpxor %2, %1, %0" : "=x"(value) : "x"(w), "m"(kFlip));
   return {value, _mm256_abs_epi8(value)};
 }
 inline I32 dot8(I32 acc, W8 w, I32 a) {

@@ -56,12 +56,16 @@ inline F32 load_f16(const uint16_t* p) {
 constexpr int kW8Offset = 0;
 using W8 = I32;
 inline W8 prepare_w8(I32 w) { return w; }
-inline I32 dot8(I32 acc, W8 w, I32 a) { return _mm512_dpbusd_epi32(acc, w, a); }
+// Not the intrinsic: GCC 12 and 13 copy its accumulator to another register and to the stack on every use.
+inline I32 dot8(I32 acc, W8 w, I32 a) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(a));
+  return acc;
+}
 
 // 4-bit weights: start4, step4 at most 8 times (one group of 32), finish4. `offset` is an int32 term of the sum.
 using S4 = I32;
 inline S4 start4(I32 offset) { return offset; }
-inline S4 step4(S4 acc, I32 w, I32 a) { return _mm512_dpbusd_epi32(acc, w, a); }
+inline S4 step4(S4 acc, I32 w, I32 a) { return dot8(acc, w, a); }
 template <class Offset>
 inline I32 finish4(S4 acc, Offset) { return acc; }
 inline I32 low_nibbles(I32 w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }

@@ -5,9 +5,11 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
+#include <chrono>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "bindings.h"
 #include "linear/linear.h"
@@ -153,6 +155,40 @@ void linear(const FloatMatrix& x, const PackedLinear& w, const FloatOut& out, st
   });
 }
 
+// Seconds of the quickest of `repeats` runs of linear_run alone (activations ready), inside one parallel region, walking
+// round the `copies` so that weights come from where they would in a model. For the benchmarks.
+double time_linear(const nb::list& copies, int64_t rows, int64_t repeats, bool prepare) {
+  std::vector<const PackedLinear*> weights;
+  for (nb::handle h : copies) weights.push_back(&nb::cast<const PackedLinear&>(h));
+  if (weights.empty()) fail("no weights");
+  const PackedLinear& w = *weights[0];
+  nb::gil_scoped_release release;
+  const ActKind kind = activation_kind(w);
+  Buffer memory(static_cast<size_t>(activation_bytes(kind, rows, w.k)));
+  const Activation act = activation_at(memory.as<>(), kind, rows, w.k);
+  std::vector<float> x(static_cast<size_t>(rows * w.k)), out(static_cast<size_t>(rows * w.n));
+  for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i % 7) - 3;
+  double best = 1e30;
+  parallel([&](Team& team) {
+    prepare_rows(team, x.data(), w.k, nullptr, act);
+    team.barrier();
+    for (int64_t i = 0; i < repeats; ++i) {
+      const auto begin = std::chrono::steady_clock::now();
+      for (const PackedLinear* each : weights) {
+        if (prepare) {
+          prepare_rows(team, x.data(), w.k, nullptr, act);
+          team.barrier();
+        }
+        linear_run(team, {act, each, out.data(), each->n, false, Gate::silu});
+        team.barrier();
+      }
+      const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+      if (team.rank() == 0 && took.count() < best) best = took.count();
+    }
+  });
+  return best / static_cast<double>(weights.size());
+}
+
 using Int8Out = nb::ndarray<int8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using FloatContig = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using IntContig = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -225,6 +261,7 @@ void register_linear(nb::module_& m) {
       .def_prop_ro("nbytes", &PackedLinear::bytes);
   m.def("linear", &linear, nb::arg("x"), nb::arg("w"), nb::arg("out"), nb::kw_only(),
         nb::arg("rows").none() = nb::none(), nb::arg("accumulate") = false, nb::arg("gate") = "silu");
+  m.def("time_linear", &time_linear, nb::arg("copies"), nb::arg("rows"), nb::arg("repeats"), nb::arg("prepare") = false);
   m.def("quantize_token", &quantize_token, nb::arg("x"), nb::arg("q"), nb::arg("scale"), nb::arg("sum"));
   m.def("quantize_group", &quantize_group, nb::arg("x"), nb::arg("q"), nb::arg("scale"), nb::arg("sum"));
   m.def("hadamard", &hadamard, nb::arg("x"), nb::arg("block"));

@@ -59,7 +59,7 @@ struct StepBf16Widened {  // two k, bfloat16 weights widened to float, float act
   };
   static constexpr int kActBytes = 8;
   static constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 4 : 2;
-  static constexpr int kSkinnyRows = kLanes == 16 ? 4 : kLanes == 8 ? 2 : 1;
+  static constexpr int kSkinnyRows = kLanes == 16 ? 4 : 1;
   static Acc zero() { return zero_f32(); }
   static Weights weights(const std::byte* p) {
     const I32 both = load_i32(p);
@@ -75,7 +75,7 @@ struct StepInt8 {  // four k
   using Weights = W8;
   static constexpr int kActBytes = 4;
   static constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? (kW8Offset == 0 ? 6 : 4) : 2;
-  static constexpr int kSkinnyRows = kLanes == 16 ? 6 : kLanes == 8 ? (kW8Offset == 0 ? 3 : 1) : 1;
+  static constexpr int kSkinnyRows = kLanes == 16 ? 6 : kLanes == 8 && kW8Offset == 0 ? 2 : 1;
   static Acc zero() { return zero_i32(); }
   static Weights weights(const std::byte* p) { return prepare_w8(load_i32(p)); }
   static I32 act(const std::byte* p) { return splat_word(p); }

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from pagemill.cli.arguments import add_config_flags, config_from
-
 from pagemill.config import EngineConfig
 
 __all__ = ["add_parser", "run"]
@@ -74,10 +73,9 @@ def _offline(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _serve(args: argparse.Namespace) -> dict[str, Any]:
+    from pagemill.bench import client, report, workloads
     from pagemill.models.sources import resolve_source
     from pagemill.models.tokenizer import load_tokenizer
-
-    from pagemill.bench import client, report, workloads
 
     tokenizer = load_tokenizer(resolve_source(args.tokenizer))
 

@@ -76,10 +76,13 @@ class Matrix:
         left, right, _ = self.columns.indices(width)
         assert left % form.size == 0 == right % form.size
         columns = slice(left // form.size * form.nbytes, right // form.size * form.nbytes)
-        index = self.rows if self.order is None else self.order[self.rows]
-        taken = np.ascontiguousarray(stored[index, columns])
-        self.stored.release()
-        return torch.from_numpy(taken.copy() if taken.base is not None else taken)
+        order = (np.arange(height) if self.order is None else self.order)[self.rows]
+        out = np.empty((len(order), columns.stop - columns.start), np.uint8)
+        step = max(1, CHUNK_BYTES // stored.shape[1])
+        for low in range(0, len(out), step):
+            out[low : low + step] = stored[order[low : low + step], columns]
+            self.stored.release()
+        return torch.from_numpy(out)
 
     def unpack(self) -> Unpacked:
         """The file's integers and scales for the rows and columns taken."""

@@ -1,0 +1,150 @@
+"""The HTTP application: routes, their place in the OpenAPI schema, and errors in OpenAI's format.
+
+FastAPI routes and documents; reading bodies and writing streams is done by the handlers themselves, on ASGI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagemill.config import ServerConfig
+from pagemill.errors import PagemillError
+from pagemill.server import chat, completions, info, tokenization
+from pagemill.server.context import ServerContext
+from pagemill.server.engine_port import Engine
+from pagemill.server.errors import error_response, problem_response
+from pagemill.server.gate import Gate
+from pagemill.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from pagemill.server.responses import (
+    ChatCompletionResponse,
+    CompletionResponse,
+    DetokenizeResponse,
+    ErrorResponse,
+    HealthResponse,
+    ModelCard,
+    ModelList,
+    TokenizeResponse,
+    VersionResponse,
+)
+
+__all__ = ["build_app"]
+
+Handler = Callable[[ServerContext, Request], Awaitable[Response]]
+
+POSTS: tuple[tuple[str, Handler, type[BaseModel], type[BaseModel]], ...] = (
+    ("/v1/completions", completions.create_completion, CompletionRequest, CompletionResponse),
+    ("/v1/chat/completions", chat.create_chat_completion, ChatCompletionRequest, ChatCompletionResponse),
+    ("/tokenize", tokenization.tokenize, TokenizeRequest, TokenizeResponse),
+    ("/detokenize", tokenization.detokenize, DetokenizeRequest, DetokenizeResponse),
+)
+GETS: tuple[tuple[str, Handler, type[BaseModel] | None], ...] = (
+    ("/v1/models", info.list_models, ModelList),
+    ("/v1/models/{model_id:path}", info.get_model, ModelCard),
+    ("/health", info.health, HealthResponse),
+    ("/ping", info.health, HealthResponse),
+    ("/ready", info.ready, HealthResponse),
+    ("/metrics", info.metrics, None),
+    ("/version", info.server_version, VersionResponse),
+)
+STREAMED = frozenset({"/v1/completions", "/v1/chat/completions"})
+PROBLEMS = (400, 401, 404, 413, 429, 500, 503)
+
+
+def build_app(engine: Engine, config: ServerConfig) -> Gate:
+    """The ASGI application; ``app.context`` holds what the runner needs."""
+    context = ServerContext(engine, config)
+    app = FastAPI(
+        title="Pagemill", version=info.installed_version(), docs_url=None, redoc_url=None, redirect_slashes=False
+    )
+    for path, handler, asked, answered in POSTS:
+        app.add_api_route(
+            path,
+            _bound(handler, context),
+            methods=["POST"],
+            name=handler.__name__,
+            description=handler.__doc__,
+            responses=_documented(path, answered),
+            response_class=Response,
+            openapi_extra={"requestBody": _body_schema(asked)},
+        )
+    for path, get_handler, shown in GETS:
+        app.add_api_route(
+            path,
+            _bound(get_handler, context),
+            methods=["GET"],
+            name=f"{get_handler.__name__}{path.replace('/', '_')}",
+            description=get_handler.__doc__,
+            responses=_documented(path, shown),
+            response_class=Response,
+        )
+    for path in ("/", "/page/{name}"):
+        app.add_api_route(path, _bound(info.page_file, context), methods=["GET"], include_in_schema=False)
+    app.add_exception_handler(PagemillError, _on_problem)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return Gate(app, context)
+
+
+def _bound(handler: Handler, context: ServerContext) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        return await handler(context, request)
+
+    return endpoint
+
+
+async def _on_problem(request: Request, error: Exception) -> Response:
+    return problem_response(error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    shown = f"{request.method} {request.url.path}"[:200]
+    if error.status_code == 404:
+        return error_response(404, f"there is no {shown}", code="not_found")
+    if error.status_code == 405:
+        allowed = dict(error.headers or {})
+        return error_response(
+            405, f"{shown} is not allowed; use {allowed.get('Allow', 'another method')}", headers=allowed
+        )
+    return error_response(error.status_code, str(error.detail))
+
+
+def _body_schema(model: type[BaseModel]) -> dict[str, Any]:
+    reference = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"required": True, "content": {"application/json": {"schema": reference}}}
+
+
+def _documented(path: str, shown: type[BaseModel] | None) -> dict[int | str, dict[str, Any]]:
+    ok: dict[str, Any] = {"description": "Done."}
+    if shown is not None:
+        ok["content"] = {"application/json": {"schema": {"$ref": f"#/components/schemas/{shown.__name__}"}}}
+    else:
+        ok["content"] = {"text/plain": {"schema": {"type": "string"}}}
+    if path in STREAMED:
+        ok["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    problem = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
+    documented: dict[int | str, dict[str, Any]] = {200: ok}
+    for status in PROBLEMS:
+        documented[status] = {"description": "Refused or failed.", "content": problem}
+    return documented
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        schema = FastAPI.openapi(app)
+        requests = [(asked, "validation") for _, _, asked, _ in POSTS]
+        answers = [(answered, "serialization") for _, _, _, answered in POSTS]
+        others = [(shown, "serialization") for _, _, shown in GETS if shown is not None]
+        unique = dict.fromkeys([*requests, *answers, *others, (ErrorResponse, "serialization")])
+        _, definitions = models_json_schema(list(unique), ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+        schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+        app.openapi_schema = schema
+    return app.openapi_schema

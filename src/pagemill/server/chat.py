@@ -1,0 +1,186 @@
+"""POST /v1/chat/completions, whole and streamed.
+
+Owns the response's shape: messages, deltas (the role first, then text, then the reason), logprobs. The template is the
+context's business.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagemill.errors import EngineError, RequestError
+from pagemill.params import CompletionOutput, FinishReason, RequestOutput
+from pagemill.server.body import unless_gone
+from pagemill.server.context import ServerContext, chat_messages, json_response
+from pagemill.server.generation import Job, Prompt, Usage, outputs, response_id
+from pagemill.server.logprobs import chat_logprobs, prompt_logprobs
+from pagemill.server.protocol import ChatCompletionRequest, ignored_fields
+from pagemill.server.sse import ChunkWriter, EventStream
+
+__all__ = ["create_chat_completion"]
+
+
+async def create_chat_completion(context: ServerContext, request: Request) -> Response:
+    """Read, check, render, tokenise; then answer whole or as a stream."""
+    asked = await context.read(request, ChatCompletionRequest)
+    context.check_model(asked.model)
+    params = asked.sampling_params()
+    text = await context.render_chat(asked)
+    token_ids = await context.encode(text, add_special_tokens=bool(asked.add_special_tokens))
+    if not token_ids:
+        raise RequestError("the messages render to nothing, and the prompt cannot be empty", param="messages")
+    job = Job(
+        [Prompt(token_ids, text)],
+        params,
+        response_id("chatcmpl", asked.request_id),
+        priority=asked.priority or 0,
+        cache_salt=asked.cache_salt,
+    )
+    headers = {"x-request-id": job.request_id}
+    ignored = ignored_fields(asked)
+    if ignored is not None:
+        headers["x-pagemill-ignored"] = ignored
+    answer = _Answer(context, asked, job)
+    if asked.stream:
+        return EventStream(answer.events(), headers)
+    return json_response(await unless_gone(request.receive, answer.whole()), headers)
+
+
+class _Answer:
+    """One response in the making."""
+
+    def __init__(self, context: ServerContext, asked: ChatCompletionRequest, job: Job) -> None:
+        self.context = context
+        self.asked = asked
+        self.job = job
+        self.created = int(time.time())
+        self.usage = Usage()
+        self.role, self.echoed = _answering_role(asked)
+
+    async def whole(self) -> dict[str, Any]:
+        """The whole response."""
+        result: RequestOutput | None = None
+        async with aclosing(outputs(self.context.engine, self.context.admission, self.job, "final")) as stream:
+            async for _, output in stream:
+                result = output
+        if result is None:
+            raise EngineError("the engine ended the request without an answer")
+        self.usage.see(0, result)
+        choices = []
+        for completion in sorted(result.outputs, key=lambda each: each.index):
+            _raise_if_failed(completion)
+            self.usage.completion_tokens += len(completion.token_ids)
+            choice = {
+                "index": completion.index,
+                "message": {"role": self.role, "content": self.echoed + completion.text, "refusal": None},
+                "logprobs": self._logprobs(completion),
+                "finish_reason": _reason(completion),
+                "stop_reason": completion.stop_reason,
+            }
+            if self.asked.return_token_ids:
+                choice["token_ids"] = completion.token_ids
+            choices.append(choice)
+        answer: dict[str, Any] = {
+            "id": self.job.request_id,
+            "object": "chat.completion",
+            "created": self.created,
+            "model": self.context.model_name,
+            "choices": choices,
+            "usage": self.usage.as_dict(),
+        }
+        if result.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(result.prompt_logprobs)
+        if self.asked.return_token_ids:
+            answer["prompt_token_ids"] = result.prompt_token_ids
+        return answer
+
+    def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        if not self.asked.logprobs:
+            return None
+        found = completion.logprobs or []
+        token_ids = completion.token_ids if found else []
+        return chat_logprobs(found, token_ids, self.asked.top_logprobs or 0, self.context.engine.tokenizer)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The response as server-sent events."""
+        asked = self.asked
+        writer = ChunkWriter(
+            "chat", self.job.request_id, self.created, self.context.model_name, usage_null=asked.include_usage
+        )
+        plain = not asked.logprobs and not asked.continuous_usage and not asked.return_token_ids
+        opened = False
+        stream = outputs(self.context.engine, self.context.admission, self.job, "delta")
+        async with aclosing(stream):
+            async for _, output in stream:
+                self.usage.see(0, output)
+                pieces = [] if opened else self._openings(writer, output)
+                opened = True
+                for completion in output.outputs:
+                    _raise_if_failed(completion)
+                    self.usage.completion_tokens += len(completion.token_ids)
+                    if not plain and (completion.text or completion.token_ids):
+                        pieces.append(self._detailed(writer, completion))
+                    elif completion.text:
+                        pieces.append(writer.text(completion.index, completion.text))
+                    if completion.finish_reason is not None:
+                        pieces.append(self._closing(writer, completion))
+                if pieces:
+                    yield pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        if asked.include_usage:
+            yield writer.usage(self.usage.as_dict())
+
+    def _openings(self, writer: ChunkWriter, output: RequestOutput) -> list[bytes]:
+        """The role of every choice, before any text; then what echo repeats."""
+        extra = {"prompt_token_ids": output.prompt_token_ids} if self.asked.return_token_ids else None
+        pieces = [
+            writer.choice(index, {"role": self.role, "content": ""}, extra=extra, usage=self._running_usage())
+            for index in range(self.job.params.n)
+        ]
+        if self.echoed:
+            pieces += [writer.text(index, self.echoed) for index in range(self.job.params.n)]
+        return pieces
+
+    def _detailed(self, writer: ChunkWriter, completion: CompletionOutput) -> bytes:
+        extra = {"token_ids": completion.token_ids} if self.asked.return_token_ids else None
+        return writer.choice(
+            completion.index,
+            {"content": completion.text},
+            logprobs=self._logprobs(completion),
+            extra=extra,
+            usage=self._running_usage(),
+        )
+
+    def _closing(self, writer: ChunkWriter, completion: CompletionOutput) -> bytes:
+        return writer.choice(
+            completion.index,
+            {},
+            finish_reason=_reason(completion),
+            extra={"stop_reason": completion.stop_reason},
+            usage=self._running_usage(),
+        )
+
+    def _running_usage(self) -> dict[str, Any] | None:
+        return self.usage.as_dict() if self.asked.continuous_usage else None
+
+
+def _answering_role(asked: ChatCompletionRequest) -> tuple[str, str]:
+    """Whose turn the answer is, and with echo the text of the message that it goes on with."""
+    last = chat_messages(asked)[-1]
+    if not asked.continue_final_message:
+        return "assistant", ""
+    return str(last["role"]), str(last["content"] or "") if asked.echo else ""
+
+
+def _raise_if_failed(completion: CompletionOutput) -> None:
+    if completion.finish_reason is FinishReason.ERROR:
+        raise EngineError(completion.error or "the engine failed on this request")
+
+
+def _reason(completion: CompletionOutput) -> str | None:
+    return None if completion.finish_reason is None else completion.finish_reason.value

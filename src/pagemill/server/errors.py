@@ -1,0 +1,137 @@
+"""Every error as OpenAI writes it: ``{"error": {"message", "type", "param", "code"}}``.
+
+Owns the mapping from exceptions to statuses, types and codes, and the one place that validation errors of the HTTP
+schema become one line. Must not show a traceback or a prompt to a caller.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from pagemill.errors import (
+    EngineDeadError,
+    ModelNotFoundError,
+    PagemillError,
+    QueueFullError,
+    RequestError,
+    ShuttingDownError,
+)
+
+__all__ = ["error_body", "error_response", "from_validation", "problem_response"]
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+SHOWN_CHARS = 80
+"""Of a wrong value, at most this much is repeated back."""
+
+
+def error_body(status: int, message: str, *, param: str | None = None, code: str | int | None = None) -> bytes:
+    """The JSON body; ``code`` is the status where nothing better is known, as in vLLM."""
+    kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    error = {"message": message, "type": kind, "param": param, "code": status if code is None else code}
+    return msgspec.json.encode({"error": error})
+
+
+def problem_body(error: BaseException) -> bytes:
+    """The JSON body for an exception; what is not Pagemill's own says nothing of its inside."""
+    if not isinstance(error, PagemillError):
+        return error_body(500, "internal error; the server's log has the details")
+    code = "model_not_found" if isinstance(error, ModelNotFoundError) else None
+    param = error.param if isinstance(error, RequestError) else None
+    if isinstance(error, ModelNotFoundError):
+        param = "model"
+    return error_body(error.status, str(error), param=param, code=code)
+
+
+def error_response(
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | int | None = None,
+    headers: dict[str, str] | None = None,
+) -> Response:
+    """An error that no exception stands for."""
+    body = error_body(status, message, param=param, code=code)
+    return Response(body, status, headers=headers, media_type="application/json")
+
+
+def problem_response(error: BaseException) -> Response:
+    """The response for an exception, with Retry-After where trying again may help."""
+    status = error.status if isinstance(error, PagemillError) else 500
+    headers = {}
+    if isinstance(error, QueueFullError):
+        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+    elif isinstance(error, EngineDeadError | ShuttingDownError):
+        headers["retry-after"] = "1"
+    return Response(problem_body(error), status, headers=headers, media_type="application/json")
+
+
+_EXPECTED = {
+    "string_type": "a string",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+}
+
+
+def from_validation(error: ValidationError) -> RequestError:
+    """The first thing that is wrong, in one line: where, the value, what it must be."""
+    details = error.errors(include_url=False, include_context=True)
+    first = details[0]
+    kind = first["type"]
+    if kind == "json_invalid":
+        return RequestError(f"the body is not valid JSON: {first['ctx']['error']}")
+    path = [part for part in first["loc"] if not _is_branch(part)]
+    where = ".".join(str(part) for part in path)
+    if not path:
+        return RequestError("the body must be a JSON object")
+    if kind == "missing":
+        return RequestError(f"{where} is missing; it is required", param=where)
+    return RequestError(f"{where}={_shown(first['input'])} is not valid; it must be {_wanted(details)}", param=where)
+
+
+def _is_branch(part: str | int) -> bool:
+    """Pydantic names the tried member of a union in the path ("list[int]"); a caller knows nothing of it."""
+    return isinstance(part, str) and (part in {"str", "int", "float", "bool"} or "[" in part or part[:1].isupper())
+
+
+def _wanted(details: list[Any]) -> str:
+    """What would have been right; several members of a union are joined."""
+    options: list[str] = []
+    for detail in details:
+        if detail["loc"][:1] != details[0]["loc"][:1]:
+            continue
+        text = _EXPECTED.get(detail["type"]) or detail["msg"].removeprefix("Input should be ")
+        if text not in options:
+            options.append(text)
+    return " or ".join(options[:4])
+
+
+def _shown(value: Any) -> str:
+    """A value as JSON, cut."""
+    try:
+        text = msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, msgspec.MsgspecError):
+        text = type(value).__name__
+    return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."

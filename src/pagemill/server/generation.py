@@ -1,0 +1,173 @@
+"""One HTTP request's work on the engine: its prompts, tokenised, running side by side.
+
+Owns tokenisation off the event loop for long texts, the fan-out over a list of prompts, ids, the bound on open
+sequences, and usage. A generator that is closed early (a client went away) aborts what still runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from pagemill.errors import QueueFullError, RequestError
+from pagemill.params import RequestOutput, SamplingParams
+from pagemill.server.engine_port import Engine
+
+__all__ = ["Admission", "Job", "Prompt", "Usage", "off_loop", "outputs", "response_id"]
+
+INLINE_CHARS = 8192
+"""Up to here tokenising costs well under a millisecond; a thread would cost more than it saves."""
+
+T = TypeVar("T")
+
+
+async def off_loop(chars: int, work: Callable[[], T]) -> T:
+    """Run ``work`` here if the text is short, else in a thread (tokenizers release the GIL)."""
+    if chars <= INLINE_CHARS:
+        return work()
+    return await asyncio.to_thread(work)
+
+
+@dataclass(slots=True)
+class Prompt:
+    """What one sequence group starts from."""
+
+    token_ids: list[int]
+    text: str | None = None
+    """As the caller wrote it; None for token ids."""
+
+
+@dataclass(slots=True)
+class Job:
+    """Everything that the engine needs for one HTTP request."""
+
+    prompts: list[Prompt]
+    params: SamplingParams
+    request_id: str
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class Admission:
+    """Counts open sequences; one more than ``limit`` is refused, whole requests only."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.open = 0
+        self.idle = asyncio.Event()
+        """Set while nothing is open."""
+        self.idle.set()
+
+    def enter(self, count: int) -> None:
+        """Take ``count`` places or raise."""
+        if count > self.limit:
+            raise RequestError(
+                f"the request asks for {count} sequences at once; the limit is {self.limit} "
+                "(the server's --max-num-queued-reqs); send fewer prompts or a smaller n"
+            )
+        if self.open + count > self.limit:
+            raise QueueFullError(
+                f"{self.open} sequences are waiting or running and the limit is {self.limit}; try again later"
+            )
+        self.open += count
+        self.idle.clear()
+
+    def leave(self, count: int) -> None:
+        """Give the places back."""
+        self.open -= count
+        if not self.open:
+            self.idle.set()
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts of a response, by prompt and by choice: independent of the order in which things finish."""
+
+    prompt: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Prompt index -> (tokens, of which cached)."""
+    completion_tokens: int = 0
+
+    def see(self, prompt_index: int, output: RequestOutput) -> None:
+        """Note what an output says about its prompt."""
+        _, cached = self.prompt.get(prompt_index, (0, 0))
+        self.prompt[prompt_index] = (len(output.prompt_token_ids), max(cached, output.num_cached_tokens))
+
+    def as_dict(self) -> dict[str, Any]:
+        """OpenAI's usage object."""
+        prompt = sum(tokens for tokens, _ in self.prompt.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": prompt + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in self.prompt.values())},
+        }
+
+
+def response_id(prefix: str, given: str | None) -> str:
+    """The answer's id: the caller's own where it gave one, always with a random part: two may give the same."""
+    suffix = secrets.token_hex(12 if given is None else 4)
+    return f"{prefix}-{suffix}" if given is None else f"{prefix}-{given}-{suffix}"
+
+
+async def outputs(
+    engine: Engine, admission: Admission, job: Job, kind: str
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """(prompt index, output) as they come; ``kind`` is "delta" or "final"."""
+    count = len(job.prompts) * job.params.n
+    admission.enter(count)
+    try:
+        if len(job.prompts) == 1:
+            async with aclosing(_generate(engine, job, 0, job.request_id, kind)) as stream:
+                async for output in stream:
+                    yield 0, output
+        else:
+            async with aclosing(_side_by_side(engine, job, kind)) as merged:
+                async for item in merged:
+                    yield item
+    finally:
+        admission.leave(count)
+
+
+def _generate(engine: Engine, job: Job, index: int, request_id: str, kind: str) -> AsyncGenerator[RequestOutput, None]:
+    return engine.generate(
+        job.prompts[index].token_ids,
+        job.params,
+        request_id,
+        priority=job.priority,
+        cache_salt=job.cache_salt,
+        output_kind=kind,
+    )
+
+
+async def _side_by_side(engine: Engine, job: Job, kind: str) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue()
+
+    async def pump(index: int) -> None:
+        try:
+            async with aclosing(_generate(engine, job, index, f"{job.request_id}-{index}", kind)) as stream:
+                async for output in stream:
+                    queue.put_nowait((index, output))
+        except Exception as error:  # noqa: BLE001  (raised again by the reader)
+            queue.put_nowait((index, error))
+        else:
+            queue.put_nowait((index, None))
+
+    pumps = [asyncio.create_task(pump(index)) for index in range(len(job.prompts))]
+    try:
+        running = len(pumps)
+        while running:
+            index, item = await queue.get()
+            if item is None:
+                running -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield index, item
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)

@@ -1,0 +1,311 @@
+"""The HTTP schema: what requests look like. Pydantic models, and how they become :class:`SamplingParams`.
+
+Owns names, types and documentation of the fields; ranges are checked once, by ``SamplingParams.verify`` (and here
+where HTTP is narrower). Types are strict: "5" is not 5. Fields that are not known are accepted and reported in a
+response header, as clients of other servers send many.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pagemill.errors import RequestError
+from pagemill.params import SamplingParams
+from pagemill.server.errors import from_validation
+
+__all__ = [
+    "ChatCompletionRequest",
+    "CompletionRequest",
+    "DetokenizeRequest",
+    "StreamOptions",
+    "TokenizeRequest",
+    "ignored_fields",
+    "parse",
+]
+
+MAX_TEMPERATURE = 2.0
+MAX_BEST_OF = 128
+ID_CHARS = r"^[\x21-\x7e]*$"
+
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
+class _Model(BaseModel):
+    """Strict types; unknown fields are kept in ``model_extra``."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+
+class StreamOptions(_Model):
+    """What a stream carries besides the text."""
+
+    include_usage: bool | None = Field(None, description="Send one last chunk with the usage and no choices.")
+    continuous_usage_stats: bool | None = Field(None, description="Send the usage so far with every chunk (vLLM).")
+
+
+class _Sampling(_Model):
+    """Sampling parameters that both routes share; names and meanings are OpenAI's and vLLM's."""
+
+    model: str | None = Field(None, description="Served name; empty or absent means the default model.")
+    temperature: float | None = Field(None, description="0 is greedy; 0 to 2. Default 1.")
+    top_p: float | None = Field(None, description="In (0, 1]. Default 1.")
+    top_k: int | None = Field(None, description="Keep the k best; 0 and -1 mean off.")
+    min_p: float | None = Field(None, description="In [0, 1]. Default 0.")
+    repetition_penalty: float | None = Field(None, description="More than 0. Default 1.")
+    presence_penalty: float | None = Field(None, description="-2 to 2. Default 0.")
+    frequency_penalty: float | None = Field(None, description="-2 to 2. Default 0.")
+    seed: int | None = Field(None, description="Same seed, same tokens.")
+    n: int | None = Field(None, description="Completions per prompt, 1 to 128. Default 1.")
+    min_tokens: int | None = Field(None, description="Do not end before this many tokens.")
+    ignore_eos: bool | None = Field(None, description="Generate past the end-of-text token.")
+    stop: str | list[str] | None = Field(None, description="Strings that end the output.")
+    stop_token_ids: list[TokenId] | None = Field(None, description="Token ids that end the output.")
+    include_stop_str_in_output: bool | None = Field(None, description="Keep the stop string in the text.")
+    logit_bias: dict[str, float] | None = Field(None, description="Token id (as a string) to a bias, -100 to 100.")
+    allowed_token_ids: list[TokenId] | None = Field(None, description="Only these tokens may be produced.")
+    bad_words: list[str] | None = Field(None, description="Strings that must not be produced.")
+    prompt_logprobs: int | None = Field(None, description="Logprobs of the prompt's tokens, 0 to 20 candidates.")
+    skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text. Default true.")
+    spaces_between_special_tokens: bool | None = Field(None, description="Default true.")
+    truncate_prompt_tokens: int | None = Field(None, description="Keep only this many of the prompt's last tokens.")
+    stream: bool | None = Field(None, description="Send server-sent events as tokens come.")
+    stream_options: StreamOptions | None = None
+    priority: int | None = Field(None, description="Lower goes first (with --scheduling-policy priority).")
+    request_id: str | None = Field(None, max_length=128, pattern=ID_CHARS, description="Part of the answer's id.")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=256, description="Share cached prefixes only within this salt."
+    )
+    return_token_ids: bool | None = Field(None, description="Add token ids to the answer (vLLM).")
+    user: str | None = None
+
+    def _params(self, max_tokens: int | None, logprobs: int | None, n: int) -> SamplingParams:
+        """Check everything that is the same for both routes."""
+        if self.temperature is not None and self.temperature > MAX_TEMPERATURE:
+            raise RequestError(
+                f"temperature={self.temperature:g} is out of range; it must be between 0 and 2", param="temperature"
+            )
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream=true", param="stream_options")
+        self._refuse_unsupported()
+        values: dict[str, Any] = {}
+        for name in _PASSED_ON:
+            value = getattr(self, name)
+            if value is not None:
+                values[name] = value
+        if self.logit_bias:
+            values["logit_bias"] = {_token_key(key): bias for key, bias in self.logit_bias.items()}
+        return SamplingParams.create(**values, max_tokens=max_tokens, logprobs=logprobs, n=n)
+
+    def _refuse_unsupported(self) -> None:
+        """What would change the answer and is not there must not be passed over in silence."""
+        for name in (*_NOT_BUILT, *(self.model_extra or {})):
+            value = getattr(self, name, None)
+            if name in _NOT_BUILT and value not in (None, False, [], {}):
+                raise RequestError(f"{name} is not supported by this version; leave it out", param=name)
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream carries the usage so far."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+_PASSED_ON = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "min_tokens",
+    "ignore_eos",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "allowed_token_ids",
+    "bad_words",
+    "prompt_logprobs",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "truncate_prompt_tokens",
+)
+_NOT_BUILT = (
+    "use_beam_search",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "prompt_embeds",
+    "logits_processors",
+    "audio",
+    "functions",
+    "function_call",
+)
+"""Parameters of OpenAI or vLLM that change the answer and that Pagemill lacks."""
+
+
+class ResponseFormat(_Model):
+    """Only plain text so far."""
+
+    type: Literal["text"]
+
+
+class CompletionRequest(_Sampling):
+    """POST /v1/completions"""
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]] = Field(
+        description="Text, token ids, or a list of either."
+    )
+    max_tokens: int | None = Field(16, description="Most output tokens; null means up to the context's end.")
+    logprobs: int | None = Field(None, description="Logprobs of the output's tokens, 0 to 20 candidates.")
+    echo: bool | None = Field(None, description="Put the prompt before the output.")
+    best_of: int | None = Field(None, description="Generate this many and return the n most probable.")
+    suffix: str | None = Field(None, description="Not supported.")
+    add_special_tokens: bool | None = Field(None, description="Add the model's BOS to a text prompt. Default true.")
+    response_format: ResponseFormat | None = None
+
+    def sampling_params(self) -> SamplingParams:
+        """Check and convert; raises RequestError."""
+        if self.suffix:
+            raise RequestError("suffix is not supported; put it into the prompt", param="suffix")
+        n = 1 if self.n is None else self.n
+        params = self._params(self.max_tokens, self.logprobs, n)
+        if self.best_of is not None:
+            params = self._best_of_params(params, self.best_of)
+        if self.echo and self.logprobs is not None and params.prompt_logprobs is None:
+            params = SamplingParams.create(**_fields(params, prompt_logprobs=self.logprobs))
+        return params
+
+    def _best_of_params(self, params: SamplingParams, best_of: int) -> SamplingParams:
+        if not params.n <= best_of <= MAX_BEST_OF:
+            raise RequestError(
+                f"best_of={best_of} is out of range; it must be between n={params.n} and {MAX_BEST_OF}", param="best_of"
+            )
+        if self.stream and best_of > params.n:
+            raise RequestError(
+                "best_of cannot be streamed: which outputs are best is known at the end; leave out best_of or stream",
+                param="best_of",
+            )
+        logprobs = params.logprobs if best_of == params.n or params.logprobs is not None else 0
+        return SamplingParams.create(**_fields(params, n=best_of, logprobs=logprobs))
+
+
+class ChatMessage(_Model):
+    """One turn. ``content`` is text or a list of text parts."""
+
+    role: str = Field(min_length=1, max_length=64)
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatCompletionRequest(_Sampling):
+    """POST /v1/chat/completions"""
+
+    messages: list[ChatMessage] = Field(description="The conversation so far.")
+    max_tokens: int | None = Field(None, description="Most output tokens. Default: up to the context's end.")
+    max_completion_tokens: int | None = Field(None, description="OpenAI's newer name for max_tokens; it wins.")
+    logprobs: bool | None = Field(None, description="Return the log probability of each output token.")
+    top_logprobs: int | None = Field(None, description="0 to 20 of the best candidates; needs logprobs=true.")
+    echo: bool | None = Field(None, description="Repeat the last message before the answer, if it has its role.")
+    add_generation_prompt: bool | None = Field(None, description="Open the assistant's turn. Default true.")
+    continue_final_message: bool | None = Field(None, description="Go on with the last message in place of a new one.")
+    add_special_tokens: bool | None = Field(None, description="Add BOS to the rendered text. Default false.")
+    chat_template: str | None = Field(None, max_length=100_000, description="A Jinja template for this request.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the template.")
+    documents: list[dict[str, Any]] | None = Field(None, description="Documents for the template.")
+    tools: list[dict[str, Any]] | None = Field(None, description="Tools for the template.")
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+
+    def sampling_params(self) -> SamplingParams:
+        """Check and convert; raises RequestError."""
+        if self.top_logprobs is not None and self.top_logprobs != 0 and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other; set one of them",
+                param="add_generation_prompt",
+            )
+        if self.tool_choice not in (None, "auto", "none"):
+            raise RequestError("tool_choice must be auto or none in this version", param="tool_choice")
+        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        try:
+            return self._params(limit, logprobs, 1 if self.n is None else self.n)
+        except RequestError as error:
+            if error.param == "logprobs":
+                raise RequestError(str(error).replace("logprobs", "top_logprobs", 1), param="top_logprobs") from None
+            raise
+
+
+class TokenizeRequest(_Model):
+    """POST /tokenize: either ``prompt`` or ``messages``."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = Field(None, description="Default: true for prompt, false for messages.")
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = Field(None, max_length=100_000)
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(_Model):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+RequestT = TypeVar("RequestT", bound=_Model)
+
+
+def parse(cls: type[RequestT], body: bytes | bytearray) -> RequestT:
+    """Read a body; raises RequestError naming the field."""
+    try:
+        return cls.model_validate_json(bytes(body))
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+_HEADER_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
+SILENT = frozenset(
+    {"store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "verbosity"}
+)
+"""OpenAI's own fields that mean nothing here and that clients send by themselves."""
+
+
+def ignored_fields(request: _Model) -> str | None:
+    """Names of the fields that were sent and are not known, for a response header."""
+    names = [name for name in request.model_extra or {} if name not in SILENT and name not in _NOT_BUILT]
+    if not names:
+        return None
+    shown = (_HEADER_UNSAFE.sub("", name[:64]) for name in names[:16])
+    return ", ".join(filter(None, shown)) or None
+
+
+def _token_key(key: str) -> int:
+    text = key.strip()
+    if not (text.isascii() and text.isdigit() and len(text) <= 10):
+        raise RequestError(f"logit_bias has the key {key[:40]!r}; keys must be token ids", param="logit_bias")
+    return int(text)
+
+
+def _fields(params: SamplingParams, **changed: Any) -> dict[str, Any]:
+    return {name: getattr(params, name) for name in params.__struct_fields__} | changed

@@ -1,0 +1,186 @@
+"""What answers look like, for the OpenAPI schema alone: handlers write JSON without going through these.
+
+A test validates real answers against them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+__all__ = [
+    "ChatCompletionResponse",
+    "CompletionResponse",
+    "DetokenizeResponse",
+    "ErrorResponse",
+    "HealthResponse",
+    "ModelCard",
+    "ModelList",
+    "TokenizeResponse",
+    "VersionResponse",
+]
+
+Reason = Literal["stop", "length", "abort", "error", "tool_calls", "content_filter"]
+
+
+class PromptTokensDetails(BaseModel):
+    """Where the prompt's tokens came from."""
+
+    cached_tokens: int
+
+
+class UsageResponse(BaseModel):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(BaseModel):
+    """Columns, one entry per token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """One completion."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Reason | None
+    stop_reason: int | str | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionResponse(BaseModel):
+    """Answer of POST /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageResponse
+
+
+class TopLogprob(BaseModel):
+    """One candidate."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """One token and its best candidates."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Log probabilities of a message's tokens."""
+
+    content: list[TokenLogprob] | None
+    refusal: list[TokenLogprob] | None
+
+
+class AssistantMessage(BaseModel):
+    """The answer itself."""
+
+    role: str
+    content: str | None
+    refusal: str | None
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Reason
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionResponse(BaseModel):
+    """Answer of POST /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageResponse
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class TokenizeResponse(BaseModel):
+    """Answer of POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(BaseModel):
+    """Answer of POST /detokenize."""
+
+    prompt: str
+
+
+class ModelCard(BaseModel):
+    """A served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """All served models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class HealthResponse(BaseModel):
+    """The engine is well."""
+
+    status: Literal["ok"]
+
+
+class VersionResponse(BaseModel):
+    """Pagemill's version."""
+
+    version: str
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | int | None
+
+
+class ErrorResponse(BaseModel):
+    """Every error."""
+
+    error: ErrorDetail

@@ -1,0 +1,54 @@
+"""POST /tokenize and /detokenize, as vLLM has them: the same tokens that a request with this text would use."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagemill.errors import RequestError
+from pagemill.server.context import ServerContext, json_response
+from pagemill.server.generation import off_loop
+from pagemill.server.protocol import DetokenizeRequest, TokenizeRequest
+
+__all__ = ["detokenize", "tokenize"]
+
+
+async def tokenize(context: ServerContext, request: Request) -> Response:
+    """Text or messages -> token ids and their number."""
+    asked = await context.read(request, TokenizeRequest)
+    context.check_model(asked.model)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise RequestError("give either prompt or messages", param="prompt")
+    if asked.prompt is not None:
+        text = asked.prompt
+        add_special = True if asked.add_special_tokens is None else asked.add_special_tokens
+    else:
+        text = await context.render_chat(asked)
+        add_special = bool(asked.add_special_tokens)
+    tokens = await context.encode(text, add_special_tokens=add_special)
+    strings = None
+    if asked.return_token_strs:
+        tokenizer = context.engine.tokenizer
+        strings = [tokenizer.id_to_token(token) or "" for token in tokens]
+    return json_response(
+        {
+            "count": len(tokens),
+            "max_model_len": context.engine.max_model_len,
+            "tokens": tokens,
+            "token_strs": strings,
+        }
+    )
+
+
+async def detokenize(context: ServerContext, request: Request) -> Response:
+    """Token ids -> text, special tokens shown."""
+    asked = await context.read(request, DetokenizeRequest)
+    context.check_model(asked.model)
+    tokenizer = context.engine.tokenizer
+    if asked.tokens and max(asked.tokens) >= tokenizer.vocab_size:
+        raise RequestError(
+            f"tokens holds the token id {max(asked.tokens)}; this model's ids are 0 to {tokenizer.vocab_size - 1}",
+            param="tokens",
+        )
+    text = await off_loop(4 * len(asked.tokens), lambda: tokenizer.decode(asked.tokens, skip_special_tokens=False))
+    return json_response({"prompt": text})

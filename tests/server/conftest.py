@@ -1,0 +1,77 @@
+"""A real uvicorn on a real socket over an engine, and the official client against it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from pagemill.config import ServerConfig
+from pagemill.server.app import build_app
+from pagemill.server.gate import Gate
+from tests.server.fake_engine import FakeEngine
+
+REQUEST_TIMEOUT_S = 20
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listens = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listens.set()
+
+
+class Served:
+    """A running server: its address, its application, its engine, and clients."""
+
+    def __init__(self, url: str, app: Gate, engine: FakeEngine) -> None:
+        self.url = url
+        self.app = app
+        self.engine = engine
+        self.http = httpx.AsyncClient(base_url=url, timeout=REQUEST_TIMEOUT_S)
+        self.openai = openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=REQUEST_TIMEOUT_S)
+
+    async def aclose(self) -> None:
+        await self.http.aclose()
+        await self.openai.close()
+
+
+@asynccontextmanager
+async def serving(engine: FakeEngine, config: ServerConfig | None = None) -> AsyncIterator[Served]:
+    """Listen on a free port for the duration of the block."""
+    app = build_app(engine, config or ServerConfig())
+    listener = socket.create_server(("127.0.0.1", 0))
+    settings = uvicorn.Config(
+        app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1
+    )
+    server = _Server(settings)
+    task = asyncio.create_task(server._serve(sockets=[listener]))
+    served = Served(f"http://127.0.0.1:{listener.getsockname()[1]}", app, engine)
+    try:
+        await server.listens.wait()
+        yield served
+    finally:
+        await served.aclose()
+        server.should_exit = True
+        await task
+        listener.close()
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+async def served(engine: FakeEngine) -> AsyncIterator[Served]:
+    async with serving(engine) as running:
+        yield running

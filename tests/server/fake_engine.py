@@ -1,0 +1,232 @@
+"""An engine whose tokens are known: it spells a script, one byte a token, so that every expected answer is plain.
+
+Same interface as ``AsyncLLM``. Token ids 0 to 255 are bytes, 256 is BOS, 257 ends the text, 258 and 259 open and close
+a chat turn. Every token has the log probability of its rank, and the candidates are its neighbours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pagemill.errors import EngineDeadError, PagemillError, PromptTooLongError, RequestError
+from pagemill.params import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
+
+BOS, EOS, OPEN, CLOSE = 256, 257, 258, 259
+SPECIALS = {BOS: "<s>", EOS: "</s>", OPEN: "<|open|>", CLOSE: "<|close|>"}
+
+
+class ByteTokenizer:
+    vocab_size = 260
+    special_ids = frozenset(SPECIALS)
+    bos_id = BOS
+    eos_ids = (EOS,)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        ids = [BOS] if add_special_tokens else []
+        while text:
+            for token, name in SPECIALS.items():
+                if text.startswith(name):
+                    ids.append(token)
+                    text = text[len(name) :]
+                    break
+            else:
+                ids += text[0].encode()
+                text = text[1:]
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        kept = [token for token in ids if not (skip_special_tokens and token in SPECIALS)]
+        return b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
+
+    def id_to_token(self, token_id: int) -> str | None:
+        return SPECIALS.get(token_id) or (chr(token_id) if token_id < 256 else None)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return SPECIALS[token_id].encode() if token_id in SPECIALS else bytes([token_id])
+
+
+class PlainTemplate:
+    """<|open|>role: content<|close|> for each message."""
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        text = "".join(f"<|open|>{each['role']}: {each['content']}<|close|>" for each in messages)
+        if continue_final_message:
+            return text.removesuffix("<|close|>")
+        return text + ("<|open|>assistant: " if add_generation_prompt else "")
+
+
+@dataclass
+class FakeHealth:
+    alive: bool = True
+    heartbeat_age_s: float = 0.0
+    restarts: int = 0
+    reason: str | None = None
+
+
+class FakeMetrics:
+    def render(self) -> str:
+        return "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 0.0\n"
+
+
+class FakeEngine:
+    """Spells ``script``. A closed ``gate`` holds tokens back; ``failure`` is raised after ``fail_after`` tokens."""
+
+    def __init__(self, script: str = "Hello, world.", *, max_model_len: int = 512) -> None:
+        self.script = script
+        self.tokenizer = ByteTokenizer()
+        self.chat_template = PlainTemplate()
+        self.max_model_len = max_model_len
+        self.model_name = "fake/model"
+        self.metrics = FakeMetrics()
+        self.state = FakeHealth()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.failure: PagemillError | None = None
+        self.fail_after = 0
+        self.running: set[str] = set()
+        self.aborted: list[str] = []
+        self.seen: list[tuple[list[int], SamplingParams, str]] = []
+        self.stopped = False
+
+    def health(self) -> FakeHealth:
+        return self.state
+
+    async def shutdown(self, timeout_s: float = 0.0) -> None:
+        self.stopped = True
+        self.failure = EngineDeadError("the server is stopping")
+        self.fail_after = -1
+        self.gate.set()
+
+    async def generate(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        output_kind: str = "delta",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        if max(prompt) >= ByteTokenizer.vocab_size:
+            raise RequestError(f"the prompt holds the token id {max(prompt)}; ids are 0 to 259", param="prompt")
+        self.seen.append((prompt, params, request_id))
+        if not self.state.alive:
+            raise EngineDeadError("the engine is starting again; retry")
+        if params.truncate_prompt_tokens:
+            prompt = prompt[-params.truncate_prompt_tokens :]
+        room = self.max_model_len - len(prompt)
+        if room <= 0 or (params.max_tokens or 0) > room:
+            raise PromptTooLongError(
+                f"{len(prompt)} prompt tokens and {params.max_tokens} output tokens; the limit is {self.max_model_len}",
+                param="max_tokens",
+            )
+        self.running.add(request_id)
+        try:
+            async for output in self._run(prompt, params, request_id, output_kind, room):
+                yield output
+        except (asyncio.CancelledError, GeneratorExit):
+            self.aborted.append(request_id)
+            raise
+        finally:
+            self.running.discard(request_id)
+
+    async def _run(
+        self, prompt: list[int], params: SamplingParams, request_id: str, kind: str, room: int
+    ) -> AsyncGenerator[RequestOutput, None]:
+        limit = room if params.max_tokens is None else params.max_tokens
+        spelled = self.script.encode()
+        produced = list(itertools.islice(itertools.cycle(spelled), limit) if params.ignore_eos else spelled[:limit])
+        ended = not params.ignore_eos and len(spelled) < limit
+        tokens = produced + ([EOS] if ended else [])
+        whole = [_Growing(index, params) for index in range(params.n)]
+
+        def output(parts: list[CompletionOutput], finished: bool) -> RequestOutput:
+            return RequestOutput(
+                request_id=request_id,
+                prompt=None,
+                prompt_token_ids=prompt,
+                outputs=parts,
+                prompt_logprobs=_prompt_candidates(prompt, params.prompt_logprobs),
+                num_cached_tokens=len(prompt) // 16 * 16,
+                finished=finished,
+            )
+
+        for position, token in enumerate(tokens):
+            await self.gate.wait()
+            await asyncio.sleep(0)
+            if self.failure is not None and position >= self.fail_after:
+                raise self.failure
+            last = position == len(tokens) - 1
+            reason = (FinishReason.STOP if ended else FinishReason.LENGTH) if last else None
+            parts = [each.take(token, reason) for each in whole]
+            if kind == "delta":
+                yield output(parts, last)
+        if not tokens:
+            for each in whole:
+                each.whole.finish_reason = FinishReason.LENGTH
+            if kind == "delta":
+                yield output([each.whole for each in whole], True)
+        if kind == "final":
+            yield output([each.whole for each in whole], True)
+
+
+class _Growing:
+    """One completion: bytes to whole characters, as the engine's detokenizer does."""
+
+    def __init__(self, index: int, params: SamplingParams) -> None:
+        self.params = params
+        self.pending = b""
+        listed: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self.whole = CompletionOutput(
+            index=index, text="", token_ids=[], logprobs=listed, cumulative_logprob=-1.0 * index
+        )
+
+    def take(self, token: int, reason: FinishReason | None) -> CompletionOutput:
+        text = ""
+        if token < 256:
+            self.pending += bytes([token])
+            try:
+                text, self.pending = self.pending.decode(), b""
+            except UnicodeDecodeError:
+                text = ""
+        if reason is not None:
+            text += self.pending.decode("utf-8", "replace")
+        self.whole.text += text
+        self.whole.token_ids.append(token)
+        self.whole.finish_reason = reason
+        logprobs = None
+        if self.params.logprobs is not None:
+            shown = SPECIALS.get(token, text)
+            logprobs = [_candidates(token, self.params.logprobs, shown)]
+            assert self.whole.logprobs is not None
+            self.whole.logprobs += logprobs
+        return CompletionOutput(
+            index=self.whole.index, text=text, token_ids=[token], logprobs=logprobs, finish_reason=reason
+        )
+
+
+def _candidates(token: int, count: int, text: str) -> dict[int, Logprob]:
+    found = {token: Logprob(-0.5, 1, text)}
+    for rank in range(2, count + 1):
+        other = (token + rank) % 256
+        found[other] = Logprob(-float(rank) if rank < 3 else float("-inf"), rank, chr(other))
+    return found
+
+
+def _prompt_candidates(prompt: list[int], count: int | None) -> list[dict[int, Logprob] | None] | None:
+    if count is None:
+        return None
+    tokenizer = ByteTokenizer()
+    return [None, *[_candidates(token, count, tokenizer.id_to_token(token) or "") for token in prompt[1:]]]

@@ -1,0 +1,241 @@
+"""What a caller may get wrong: each is one line in OpenAI's format, and the next request is served."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+from pagemill.config import ServerConfig
+from pagemill.errors import RequestError
+from pagemill.server.responses import ErrorResponse
+from tests.server.conftest import Served, serving
+from tests.server.fake_engine import FakeEngine
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, dict[str, Any]] = {COMPLETIONS: {"prompt": "hi"}, CHAT: {"messages": HI}}
+
+
+async def refused(served: Served, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+    answer = await served.http.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    ErrorResponse.model_validate_json(answer.content, strict=True)
+    error: dict[str, Any] = answer.json()["error"]
+    assert "\n" not in error["message"]
+    assert (await served.http.post(COMPLETIONS, json={"prompt": "next"})).status_code == 200
+    return error
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("temperature", "hot", "a number"),
+        ("temperature", -1, "at least 0"),
+        ("temperature", 50, "between 0 and 2"),
+        ("temperature", True, "a number"),
+        ("top_p", 0, "more than 0"),
+        ("top_p", 1.5, "at most 1"),
+        ("min_p", 2, "at most 1"),
+        ("top_k", -2, "between -1"),
+        ("n", 0, "between 1 and 128"),
+        ("n", 1000, "between 1 and 128"),
+        ("n", 1.5, "an integer"),
+        ("n", "2", "an integer"),
+        ("max_tokens", -1, "between 0"),
+        ("max_tokens", 2**40, "between 0"),
+        ("min_tokens", -1, "between 0"),
+        ("presence_penalty", 3, "at most 2"),
+        ("repetition_penalty", 0, "more than 0"),
+        ("seed", 2**70, "seed"),
+        ("stop", 5, "a string or a list"),
+        ("stop", [""], "non-empty"),
+        ("stop", [1], "a string"),
+        ("stop_token_ids", [-1], "greater than or equal to 0"),
+        ("stop_token_ids", "x", "a list"),
+        ("logit_bias", {"not a number": -100}, "token ids"),
+        ("logit_bias", {"5": 101}, "at most 100"),
+        ("logit_bias", [1], "an object"),
+        ("allowed_token_ids", [], "empty"),
+        ("bad_words", [""], "non-empty"),
+        ("prompt_logprobs", 21, "between 0 and 20"),
+        ("truncate_prompt_tokens", 0, "between 1"),
+        ("stream", "yes", "true or false"),
+        ("cache_salt", "", "at least 1 character"),
+        ("request_id", "a b", "pattern"),
+        ("request_id", "x" * 200, "at most 128"),
+        ("model", 5, "a string"),
+    ],
+)
+async def test_a_wrong_value_names_itself_and_the_limit(
+    served: Served, path: str, field: str, value: Any, words: str
+) -> None:
+    error = await refused(served, path, BODIES[path] | {field: value})
+    assert error["param"].split(".")[0] == field
+    assert error["type"] == "invalid_request_error"
+    assert error["code"] == 400
+    assert words in error["message"]
+    assert field in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [-1]}, "prompt.0"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": [260]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": ["a"] * 3000}, "prompt"),
+        ({"prompt": "a", "logprobs": 25}, "logprobs"),
+        ({"prompt": "a", "logprobs": True}, "logprobs"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "n": 3, "best_of": 2}, "best_of"),
+        ({"prompt": "a", "best_of": 3, "stream": True}, "best_of"),
+        ({"prompt": "a", "use_beam_search": True}, "use_beam_search"),
+        ({"prompt": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format.type"),
+    ],
+)
+async def test_a_wrong_completion(served: Served, body: dict[str, Any], param: str) -> None:
+    error = await refused(served, COMPLETIONS, body)
+    assert error["param"].startswith(param.split(".")[0])
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"content": "hi"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages.0.content.0",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0"),
+        ({"messages": HI, "top_logprobs": 3}, "top_logprobs"),
+        ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"messages": HI, "logprobs": 3}, "logprobs"),
+        ({"messages": HI, "continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"messages": HI, "tool_choice": "required"}, "tool_choice"),
+        ({"messages": HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ],
+)
+async def test_a_wrong_chat(served: Served, body: dict[str, Any], param: str) -> None:
+    assert (await refused(served, CHAT, body))["param"] == param
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'"text"', b"\xff\xfe", b"[" * 100_000, b'{"prompt": NaN}'])
+async def test_a_body_that_is_no_object(served: Served, content: bytes) -> None:
+    answer = await served.http.post(COMPLETIONS, content=content)
+    assert answer.status_code == 400
+    assert "JSON" in answer.json()["error"]["message"] or "prompt" in answer.json()["error"]["message"]
+
+
+async def test_the_official_client_raises_its_own_errors(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        await served.openai.completions.create(model="", prompt="a", temperature=9)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError) as unknown:
+        await served.openai.completions.create(model="nope", prompt="a")
+    assert unknown.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_an_unknown_model_is_404(served: Served, path: str) -> None:
+    error = await refused(served, path, BODIES[path] | {"model": "nope"}, 404)
+    assert error["code"] == "model_not_found"
+    assert error["param"] == "model"
+    assert "fake/model" in error["message"]
+
+
+async def test_a_prompt_longer_than_the_context_says_the_numbers(served: Served) -> None:
+    error = await refused(served, COMPLETIONS, {"prompt": "a" * 600})
+    assert "601" in error["message"]
+    assert "512" in error["message"]
+
+
+async def test_unknown_paths_and_methods(served: Served) -> None:
+    missing = await served.http.get("/v2/nothing")
+    assert missing.status_code == 404
+    assert "/v2/nothing" in missing.json()["error"]["message"]
+    wrong = await served.http.get(COMPLETIONS)
+    assert wrong.status_code == 405
+    assert wrong.headers["allow"] == "POST"
+    assert "POST" in wrong.json()["error"]["message"]
+
+
+class RaisingTemplate:
+    def render(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
+        raise RequestError("the chat template says: only user and assistant roles are supported", param="messages")
+
+
+class EmptyTemplate:
+    def render(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
+        return ""
+
+
+async def test_a_template_that_raises(served: Served) -> None:
+    served.app.context.chat_template = RaisingTemplate()
+    answer = await served.http.post(CHAT, json=BODIES[CHAT])
+    assert answer.status_code == 400
+    assert "only user and assistant roles" in answer.json()["error"]["message"]
+
+
+async def test_a_template_that_renders_to_nothing(served: Served) -> None:
+    served.app.context.chat_template = EmptyTemplate()
+    answer = await served.http.post(CHAT, json=BODIES[CHAT])
+    assert answer.status_code == 400
+    assert "cannot be empty" in answer.json()["error"]["message"]
+
+
+async def test_a_model_without_a_template(served: Served) -> None:
+    served.app.context.chat_template = None
+    answer = await served.http.post(CHAT, json=BODIES[CHAT])
+    assert answer.status_code == 400
+    assert "--chat-template" in answer.json()["error"]["message"]
+
+
+@pytest.fixture
+async def narrow() -> AsyncIterator[Served]:
+    async with serving(FakeEngine(), ServerConfig(max_body_bytes=2048)) as served:
+        yield served
+
+
+async def test_an_over_long_body_is_413(narrow: Served) -> None:
+    answer = await narrow.http.post(COMPLETIONS, json={"prompt": "a" * 3000})
+    assert answer.status_code == 413
+    assert "2048" in answer.json()["error"]["message"]
+    assert (await narrow.http.post(COMPLETIONS, json={"prompt": "a" * 200})).status_code == 200
+
+
+async def test_an_over_long_body_of_unknown_length_is_413_while_it_is_read(narrow: Served) -> None:
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while sent < 3 << 20:
+            sent += 1024
+            yield b"a" * 1024
+
+    answer = await narrow.http.post(COMPLETIONS, content=endless())
+    assert answer.status_code == 413
+
+
+async def test_a_body_of_exactly_the_limit_is_read(narrow: Served) -> None:
+    shell = len(b'{"prompt":""}')
+    body = b'{"prompt":"' + b"a" * (2048 - shell) + b'"}'
+    answer = await narrow.http.post(COMPLETIONS, content=body)
+    assert answer.status_code == 400
+    assert "512" in answer.json()["error"]["message"]

@@ -1,0 +1,95 @@
+"""POST /v1/chat/completions, through the official client where it can say what is meant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pagemill.server.responses import ChatCompletionResponse
+from tests.server.conftest import Served, serving
+from tests.server.fake_engine import BOS, OPEN, FakeEngine
+
+PATH = "/v1/chat/completions"
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+def prompt_of(served: Served) -> str:
+    return served.engine.tokenizer.decode(served.engine.seen[-1][0], skip_special_tokens=False)
+
+
+async def test_an_answer(served: Served) -> None:
+    answer = await served.openai.chat.completions.create(model="fake/model", messages=HI)
+    assert answer.choices[0].message.content == "Hello, world."
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 14
+    assert prompt_of(served) == "<|open|>user: hi<|close|><|open|>assistant: "
+
+
+async def test_rendered_text_gets_no_second_bos(served: Served) -> None:
+    await served.http.post(PATH, json={"messages": HI})
+    ids = served.engine.seen[-1][0]
+    assert ids[0] == OPEN
+    assert BOS not in ids
+
+
+async def test_text_parts_are_joined(served: Served) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    await served.http.post(PATH, json={"messages": [{"role": "user", "content": parts}]})
+    assert "user: ab" in prompt_of(served)
+
+
+async def test_the_newer_name_for_the_limit_wins(served: Served) -> None:
+    body = {"messages": HI, "max_tokens": 2, "max_completion_tokens": 3}
+    answer = (await served.http.post(PATH, json=body)).json()
+    assert answer["choices"][0]["message"]["content"] == "Hel"
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+async def test_without_a_limit_it_goes_to_the_end_of_the_context() -> None:
+    async with serving(FakeEngine("y" * 1000)) as served:
+        answer = (await served.http.post(PATH, json={"messages": HI})).json()
+    assert answer["usage"]["total_tokens"] == 512
+
+
+async def test_several_answers(served: Served) -> None:
+    answer = await served.openai.chat.completions.create(model="", messages=HI, n=3, max_tokens=1)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+
+
+async def test_logprobs_without_candidates(served: Served) -> None:
+    answer = await served.openai.chat.completions.create(model="", messages=HI, logprobs=True, max_tokens=2)
+    assert answer.choices[0].logprobs is not None
+    content = answer.choices[0].logprobs.content
+    assert content is not None
+    assert [(item.token, item.bytes, item.top_logprobs) for item in content] == [("H", [72], []), ("e", [101], [])]
+
+
+async def test_logprobs_with_candidates_best_first(served: Served) -> None:
+    body = {"messages": HI, "logprobs": True, "top_logprobs": 3, "max_tokens": 1}
+    answer = (await served.http.post(PATH, json=body)).json()
+    top = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+    assert [item["logprob"] for item in top] == [-0.5, -2.0, -9999.0]
+
+
+async def test_a_message_is_continued(served: Served) -> None:
+    messages = [*HI, {"role": "assistant", "content": "1, 2,"}]
+    body: dict[str, Any] = {"messages": messages, "continue_final_message": True, "max_tokens": 3}
+    plain = (await served.http.post(PATH, json=body)).json()
+    assert prompt_of(served).endswith("assistant: 1, 2,")
+    assert plain["choices"][0]["message"]["content"] == "Hel"
+    echoed = (await served.http.post(PATH, json=body | {"echo": True})).json()
+    assert echoed["choices"][0]["message"]["content"] == "1, 2,Hel"
+
+
+async def test_the_turn_need_not_be_opened(served: Served) -> None:
+    await served.http.post(PATH, json={"messages": HI, "add_generation_prompt": False})
+    assert prompt_of(served) == "<|open|>user: hi<|close|>"
+
+
+@pytest.mark.parametrize("extra", [{}, {"n": 2}, {"logprobs": True, "top_logprobs": 2}, {"return_token_ids": True}])
+async def test_answers_fit_their_own_schema(served: Served, extra: dict[str, Any]) -> None:
+    answer = await served.http.post(PATH, json={"messages": HI, **extra})
+    ChatCompletionResponse.model_validate_json(answer.content, strict=True)
