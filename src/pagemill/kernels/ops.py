@@ -88,6 +88,8 @@ class MoeWeights:
     experts_per_token: int
     renormalize: bool
     activation: str
+    down_hadamard: int = 0
+    """Block of the Hadamard transform on down's input; 0: none."""
 
 
 class Ops(Protocol):
@@ -107,6 +109,9 @@ class Ops(Protocol):
 
     def gated_linear(self, x: Value, weight: LinearWeight, activation: str) -> Value:
         """act(gate) * up, where ``weight`` stacks gate and up: [N, in] -> [N, out / 2]."""
+
+    def hadamard(self, x: Value, block: int) -> Value:
+        """Each run of ``block`` values (a power of two) times the orthonormal Walsh-Hadamard matrix: [N, K]."""
 
     def rope_and_cache(self, qkv: Value, spec: AttentionSpec) -> Value:
         """Split [N, (Hq + 2 Hkv) D], norm q and k, rotate, write k and v to the layer's cache; return q [N, Hq D]."""

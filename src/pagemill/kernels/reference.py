@@ -6,6 +6,7 @@ that sums over many elements does so in float32. Clarity comes before speed here
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ __all__ = [
     "apply_rope",
     "experts",
     "gated",
+    "hadamard",
     "paged_attention",
     "rms_norm",
     "softcap",
@@ -129,6 +131,17 @@ def _attend(
     return mixed.view(num_kv_heads, -1, n, dim).permute(2, 0, 1, 3).reshape(n, num_heads, dim).to(q.dtype)
 
 
+def hadamard(x: torch.Tensor, block: int) -> torch.Tensor:
+    """Each run of ``block`` values times the orthonormal Walsh-Hadamard matrix in natural order, in x's type."""
+    shape, width = x.shape, 1
+    y = x.float().reshape(-1, block)
+    while width < block:
+        pairs = y.view(-1, block // (2 * width), 2, width)
+        y = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), dim=2).view(-1, block)
+        width *= 2
+    return (y / math.sqrt(block)).view(shape).to(x.dtype)
+
+
 def experts(x: torch.Tensor, weights: MoeWeights) -> torch.Tensor:
     """Each token through its best experts, summed by the router's probabilities: [N, H] -> [N, H]."""
     probabilities = weights.router.apply(x).float().softmax(-1)  # [N, E]
@@ -139,6 +152,8 @@ def experts(x: torch.Tensor, weights: MoeWeights) -> torch.Tensor:
     for expert in sorted(set(which.flatten().tolist())):
         tokens, slot = (which == expert).nonzero(as_tuple=True)
         inner = gated(weights.gate_up[expert].apply(x[tokens]), weights.activation)
+        if weights.down_hadamard:
+            inner = hadamard(inner, weights.down_hadamard)
         partial = weights.down[expert].apply(inner).float() * chosen[tokens, slot, None]
         out.index_add_(0, tokens, partial)
     return out.to(x.dtype)
@@ -171,6 +186,10 @@ class ReferenceOps:
     def gated_linear(self, x: torch.Tensor, weight: LinearWeight, activation: str) -> torch.Tensor:
         """[N, in] -> [N, out / 2]."""
         return gated(weight.apply(x), activation)
+
+    def hadamard(self, x: torch.Tensor, block: int) -> torch.Tensor:
+        """[N, K] -> [N, K]."""
+        return hadamard(x, block)
 
     def rope_and_cache(self, qkv: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
         """[N, (Hq + 2 Hkv) D] -> q [N, Hq D]; k and v go to the cache."""

@@ -11,15 +11,20 @@ __all__ = ["Experts", "GatedMLP"]
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class GatedMLP:
-    """down(act(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)), with a Hadamard transform before down where its weights expect one."""
 
     gate_up: LinearWeight  # [2 I, H]
     down: LinearWeight  # [H, I]
     activation: str
+    down_hadamard: int = 0
+    """Block of the transform; 0: none."""
 
     def forward(self, ops: Ops, x: Value) -> Value:
         """[N, H] -> [N, H]."""
-        return ops.linear(ops.gated_linear(x, self.gate_up, self.activation), self.down)
+        inner = ops.gated_linear(x, self.gate_up, self.activation)
+        if self.down_hadamard:
+            inner = ops.hadamard(inner, self.down_hadamard)
+        return ops.linear(inner, self.down)
 
     @property
     def weights(self) -> list[LinearWeight]:

@@ -72,6 +72,8 @@ class Decoder:
     layers: Sequence[DecoderLayer]
     final_norm: torch.Tensor  # [H]
     head: LinearWeight  # [V, H]
+    before_head: LinearWeight | None = None  # [H, H]
+    """Where the residual stream is rotated and the head is not made for that."""
 
     def forward(self, ops: Ops) -> Value:
         """The step's tokens -> float32 logits [L, V] of the rows that need them."""
@@ -80,6 +82,8 @@ class Decoder:
         for layer in self.layers:
             x = layer.forward(ops, x)
         x = ops.rms_norm(ops.select_rows(x), self.final_norm, config.norm_eps)
+        if self.before_head is not None:
+            x = ops.linear(x, self.before_head)
         return ops.logits(x, self.head, config.logits_scale, config.logits_softcap)
 
     @property
@@ -96,6 +100,8 @@ class Decoder:
         ]
         if self.head is not self.embedding:
             matrices.append(self.head)
+        if self.before_head is not None:
+            matrices.append(self.before_head)
         norms = [self.final_norm, *(norm for layer in self.layers for norm in layer.norms)]
         tables = {id(spec.rope_table): spec.rope_table for spec in self.attention_specs if spec.rope_table is not None}
         packed = sum(matrix.nbytes for matrix in matrices)

@@ -25,7 +25,7 @@ from pagemill.models.decoder import Decoder, DecoderLayer
 from pagemill.models.families import family_of, model_config
 from pagemill.models.tensors import TensorReader
 from pagemill.quant.matrix import Matrix
-from pagemill.quant.method import Target, choose, method
+from pagemill.quant.method import LinearShape, Target, choose, method
 
 __all__ = ["load_model"]
 
@@ -52,7 +52,7 @@ def load_model(
             f"--max-model-len={positions} is longer than the model's {longest_context(model)} positions; lower it"
         )
     target = Target(
-        dtype=DTYPES.get(config.dtype) or _activation_dtype(checkpoint),
+        dtype=DTYPES.get(config.dtype) or _activation_dtype(checkpoint, native),
         device=device or torch.device("cpu"),
         explicit=config.dtype != "auto",
         native=native,
@@ -64,10 +64,17 @@ def load_model(
     return decoder
 
 
-def _activation_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """bfloat16 for a bfloat16 file, else float32: float16 overflows, and quantised blocks stand for float32 numbers."""
+def _activation_dtype(checkpoint: Checkpoint, native: bool) -> torch.dtype:
+    """What runs through the model if the user names nothing.
+
+    float32 for a float32 file and bfloat16 for a bfloat16 one. Of the others, float16 overflows and quantised blocks
+    stand for float32 numbers, so PyTorch's functions get float32; the native kernels sum in float32 anyway, and their
+    KV cache is well served by bfloat16.
+    """
     tensors = [checkpoint.tensor(name) for name in checkpoint.names()]
-    return torch.bfloat16 if {part.type for part in tensors if len(part.shape) > 1} == {"BF16"} else torch.float32
+    types = {part.type for part in tensors if len(part.shape) > 1}
+    narrow = types != {"F32"} if native else types == {"BF16"}
+    return torch.bfloat16 if narrow else torch.float32
 
 
 class _Loader:
@@ -123,16 +130,17 @@ class _Loader:
         weight = self.reader.vector(self.reader.name(role, i) + ".weight", length)
         return (weight + self.model.norm_weight_offset).to(self.target.device)
 
-    def linear(self, matrices: Sequence[Matrix], *, bias: bool = False) -> LinearWeight:
+    def linear(self, matrices: Sequence[Matrix], *, bias: bool = False, gated: bool = False) -> LinearWeight:
         """The matrices stacked into one packed weight, with the biases beside them."""
         height, width = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
-        weight = method(choose(matrices, self.target)).create(height, width, matrices, self.target)
+        shape = LinearShape(out_features=height, in_features=width, bias=bias, gated=gated)
+        weight = method(choose(matrices, self.target)).create(shape, matrices, self.target)
         row = 0
         for matrix in matrices:
             weight.pack(row, matrix)
             row += matrix.shape[0]
         if bias:
-            weight.bias = self.reader.bias(matrices).to(self.target.device)
+            weight.pack_bias(self.reader.bias(matrices))
         return weight
 
     def attention(self, i: int, layer: LayerConfig) -> Attention:
@@ -201,7 +209,7 @@ class _Loader:
             gate_up = [reader.matrix(reader.name(role, i), (inner, hidden), Shard.ROWS) for role in ("gate", "up")]
         down = reader.matrix(reader.name("down", i), (hidden, inner), Shard.COLUMNS)
         return GatedMLP(
-            gate_up=self.linear(gate_up, bias=model.mlp_bias),
+            gate_up=self.linear(gate_up, bias=model.mlp_bias, gated=True),
             down=self.linear([down], bias=model.mlp_bias),
             activation=model.hidden_act,
         )
@@ -216,7 +224,7 @@ class _Loader:
                 reader.expert(role, i, e, moe.num_experts, (inner, hidden), Shard.ROWS)
                 for role in ("expert_gate", "expert_up")
             ]
-            gate_up.append(self.linear(pair))
+            gate_up.append(self.linear(pair, gated=True))
             out = reader.expert("expert_down", i, e, moe.num_experts, (hidden, inner), Shard.COLUMNS)
             down.append(self.linear([out]))
         return Experts(

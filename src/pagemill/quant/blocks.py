@@ -12,7 +12,7 @@ import torch
 
 from pagemill.models.gguf_blocks import BLOCK_FORMATS
 from pagemill.quant.matrix import Matrix
-from pagemill.quant.method import Target
+from pagemill.quant.method import LinearShape, Target
 
 __all__ = ["BlockMethod", "BlockWeight"]
 
@@ -54,6 +54,10 @@ class BlockWeight:
         assert row == sum(len(part.blocks) for part in self._segments)
         self._segments.append(_Segment(row, matrix.stored.type, matrix.blocks()))
 
+    def pack_bias(self, bias: torch.Tensor) -> None:
+        """Keep the bias beside the blocks."""
+        self.bias = bias
+
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """x W^T + bias in x's type."""
         out = x.new_empty(*x.shape[:-1], self.out_features)
@@ -81,6 +85,6 @@ class BlockWeight:
 class BlockMethod:
     """Keeps the file's integers."""
 
-    def create(self, out_features: int, in_features: int, matrices: Sequence[Matrix], target: Target) -> BlockWeight:
+    def create(self, shape: LinearShape, matrices: Sequence[Matrix], target: Target) -> BlockWeight:
         """A matrix without rows yet."""
-        return BlockWeight(out_features, in_features, target.dtype)
+        return BlockWeight(shape.out_features, shape.in_features, target.dtype)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from pagemill.quant.matrix import Matrix
-from pagemill.quant.method import Target
+from pagemill.quant.method import LinearShape, Target
 
 __all__ = ["DenseMethod", "DenseWeight"]
 
@@ -38,6 +38,10 @@ class DenseWeight:
         for at, piece in matrix.chunks(self.matrix.dtype):
             self.matrix[row + at : row + at + len(piece)].copy_(piece)
 
+    def pack_bias(self, bias: torch.Tensor) -> None:
+        """Keep the bias beside the matrix."""
+        self.bias = bias.to(self.matrix.device)
+
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """x W^T + bias, computed and returned in x's type."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -59,11 +63,10 @@ class DenseWeight:
 class DenseMethod:
     """Keeps the file's float type, or the one the user named."""
 
-    def create(self, out_features: int, in_features: int, matrices: Sequence[Matrix], target: Target) -> DenseWeight:
+    def create(self, shape: LinearShape, matrices: Sequence[Matrix], target: Target) -> DenseWeight:
         """An empty matrix of the type that loses nothing."""
         types = {STORED.get(matrix.stored.type, target.dtype) for matrix in matrices}
         stored = types.pop() if len(types) == 1 else target.dtype
         dtype = target.dtype if target.explicit else stored
-        return DenseWeight(
-            torch.empty(out_features, in_features, dtype=dtype, device=target.device), dtype=target.dtype
-        )
+        room = torch.empty(shape.out_features, shape.in_features, dtype=dtype, device=target.device)
+        return DenseWeight(room, dtype=target.dtype)

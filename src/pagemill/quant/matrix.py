@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagemill.models.checkpoint import StoredTensor, Unpacked
-from pagemill.models.gguf_blocks import BLOCK_FORMATS
+from pagemill.models.checkpoint import StoredTensor
+from pagemill.models.gguf_blocks import BLOCK_FORMATS, Codes
+from pagemill.models.mapped_file import Bytes
 
 __all__ = ["Matrix"]
 
@@ -71,31 +72,30 @@ class Matrix:
     def blocks(self) -> torch.Tensor:
         """The file's bytes, row by row: uint8 [rows taken, bytes of the columns taken], in memory of its own."""
         form = BLOCK_FORMATS[self.stored.type]
+        out = torch.empty(self.shape[0], self.shape[1] // form.size * form.nbytes, dtype=torch.uint8)
+        for at, piece in self._block_rows():
+            out[at : at + len(piece)] = torch.from_numpy(piece)
+        return out
+
+    def codes(self) -> Iterator[tuple[int, Codes]]:
+        """The file's integers and scales for a few rows at a time: q [n, K], scale and minimum [n, K / group]."""
+        form = BLOCK_FORMATS[self.stored.type]
+        for at, piece in self._block_rows():
+            codes = form.unpack(piece.reshape(-1, form.nbytes))
+            rows = len(piece)
+            minimum = None if codes.minimum is None else codes.minimum.reshape(rows, -1)
+            yield at, Codes(codes.q.reshape(rows, -1), codes.scale.reshape(rows, -1), minimum, codes.zero)
+
+    def _block_rows(self) -> Iterator[tuple[int, Bytes]]:
+        """The bytes of a few rows at a time [n, bytes of the columns taken], with the row each piece starts at."""
+        form = BLOCK_FORMATS[self.stored.type]
         height, width = self.stored.shape[-2:]
         stored = self.stored.data.reshape(-1, height, width // form.size * form.nbytes)[self.expert or 0]
         left, right, _ = self.columns.indices(width)
         assert left % form.size == 0 == right % form.size
         columns = slice(left // form.size * form.nbytes, right // form.size * form.nbytes)
         order = (np.arange(height) if self.order is None else self.order)[self.rows]
-        out = np.empty((len(order), columns.stop - columns.start), np.uint8)
-        step = max(1, CHUNK_BYTES // stored.shape[1])
-        for low in range(0, len(out), step):
-            out[low : low + step] = stored[order[low : low + step], columns]
+        step = max(1, CHUNK_BYTES // width)
+        for low in range(0, len(order), step):
+            yield low, stored[order[low : low + step], columns]
             self.stored.release()
-        return torch.from_numpy(out)
-
-    def unpack(self) -> Unpacked:
-        """The file's integers and scales for the rows and columns taken."""
-        expert = None if self.expert is None else slice(self.expert, self.expert + 1)
-        whole = self.stored.unpack(expert)
-        height, width = self.stored.shape[-2:]
-        index = self.rows if self.order is None else self.order[self.rows]
-        left, right, _ = self.columns.indices(width)
-        groups = slice(left // whole.group, right // whole.group)
-        return Unpacked(
-            whole.q.reshape(height, -1)[index, self.columns],
-            whole.scale.reshape(height, -1)[index, groups],
-            whole.minimum.reshape(height, -1)[index, groups],
-            whole.bits,
-            whole.group,
-        )
