@@ -76,7 +76,7 @@ CORRUPT = {
         header(keys=1) + text("k") + struct.pack("<IIQ", 9, 8, 1 << 61) + bytes(8),
         "strings of 'k'",
     ),
-    "string past the end": (header(keys=1) + text("k") + struct.pack("<IQ", 8, 1 << 40) + bytes(8), "1099511627776"),
+    "string past the end": (header(keys=1) + text("k") + struct.pack("<IQ", 8, 1 << 40) + bytes(8), "string of 'k'"),
     "key twice": (header(keys=2) + 2 * (text("k") + struct.pack("<II", 4, 7)), "'k' occurs twice"),
     "alignment not a power of two": (
         padded(header(keys=1) + text("general.alignment") + struct.pack("<II", 4, 24)),

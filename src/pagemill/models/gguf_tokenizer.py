@@ -171,7 +171,7 @@ def _byte_level(get: _Fields, tokens: list[str], types: Sequence[float]) -> tupl
             name,
         )
         kind = DEFAULT_KIND
-    merges = [_pair(merge) for merge in get.strings("merges")]
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in get.strings("merges"))]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     try:
         model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=kind.ignore_merges)
@@ -185,12 +185,6 @@ def _byte_level(get: _Fields, tokens: list[str], types: Sequence[float]) -> tupl
     backend.decoder = decoders.ByteLevel()
     _add_whole_pieces(backend, tokens, types)
     return backend, kind.add_bos
-
-
-def _pair(merge: str) -> tuple[str, str]:
-    """The space between the two is never the first character."""
-    at = merge.find(" ", 1)
-    return (merge[:at], merge[at + 1 :]) if at > 0 else (merge, "")
 
 
 def _add_whole_pieces(backend: Tokenizer, tokens: Sequence[str], types: Sequence[float]) -> None:

@@ -44,22 +44,23 @@ _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 def fetch(repo: str, *, file: str | None, revision: str | None) -> Path:
     """The snapshot folder of a safetensors model, or the path of a GGUF file. Raises ModelNotFoundError."""
     names = None if offline() else _list_files(repo, revision)
-    if names is None:
-        folder = _snapshot(repo, revision, None)
-        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    cached = _cached_snapshot(repo, revision) if names is None else None
+    if cached is not None:
+        names = [path.relative_to(cached).as_posix() for path in cached.rglob("*") if path.is_file()]
+    assert names is not None
     weights = [] if file else choose_safetensors(names)
-    if weights:
-        wanted = [name for name in SIDE_FILES if name in names] + weights
-        return _snapshot(repo, revision, wanted)
-    wanted = choose_gguf(names, file, where=repo)
-    return _snapshot(repo, revision, wanted) / wanted[0]
+    chosen = weights or choose_gguf(names, file, where=repo)
+    wanted = [name for name in SIDE_FILES if name in names] + weights if weights else chosen
+    folder = cached or _download(repo, revision, wanted)
+    return folder if weights else folder / chosen[0]
 
 
 def fetch_side_files(repo: str) -> Path:
     """The snapshot folder with everything but weights: enough for a tokenizer. Raises ModelNotFoundError."""
     names = None if offline() else _list_files(repo, None)
-    wanted = None if names is None else [name for name in SIDE_FILES if name in names]
-    return _snapshot(repo, None, wanted)
+    if names is None:
+        return _cached_snapshot(repo, None)
+    return _download(repo, None, [name for name in SIDE_FILES if name in names])
 
 
 def choose_safetensors(names: Iterable[str]) -> list[str]:
@@ -113,34 +114,44 @@ def _list_files(repo: str, revision: str | None) -> list[str] | None:
         return None
 
 
-def _snapshot(repo: str, revision: str | None, wanted: list[str] | None) -> Path:
-    """Fetch the wanted files, or (None) find what the cache has."""
+def _download(repo: str, revision: str | None, wanted: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    local = wanted is None or offline()
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=wanted, local_files_only=local))
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=wanted))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         raise _not_found(repo, revision, error) from error
 
 
-def _not_found(repo: str, revision: str | None, error: Exception) -> ModelNotFoundError:
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RevisionNotFoundError
+def _cached_snapshot(repo: str, revision: str | None) -> Path:
+    """The folder of a commit in the hub's cache (docs: "Understand caching"), though only part of it was fetched."""
+    from huggingface_hub.constants import HF_HUB_CACHE
 
+    home = Path(HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
+    ref = home / "refs" / (revision or "main")
+    commit = ref.read_text().strip() if ref.is_file() else revision
+    if commit and (home / "snapshots" / commit).is_dir():
+        return home / "snapshots" / commit
+    why = "HF_HUB_OFFLINE is set" if offline() else "the hub cannot be reached"
     at = f" at revision {revision!r}" if revision else ""
-    if isinstance(error, LocalEntryNotFoundError):
-        why = "HF_HUB_OFFLINE is set" if offline() else "the hub cannot be reached"
-        return ModelNotFoundError(
-            f"{repo}{at} is not in the hub's cache and {why}; fetch it where there is network: hf download {repo}"
-        )
+    raise ModelNotFoundError(
+        f"{repo}{at} is not in the hub's cache and {why}; fetch it where there is network: hf download {repo}"
+    )
+
+
+def _not_found(repo: str, revision: str | None, error: Exception) -> ModelNotFoundError:
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
     if isinstance(error, GatedRepoError):
         return ModelNotFoundError(
             f"{repo} is gated: accept its terms on the hub, then set HF_TOKEN (or run hf auth login)"
         )
     if isinstance(error, RevisionNotFoundError):
         return ModelNotFoundError(f"{repo} has no revision {revision!r} on the hub")
-    return ModelNotFoundError(f"the hub has no model {repo}{at}, or it is private: {_first_line(error)}")
+    if isinstance(error, RepositoryNotFoundError):
+        return ModelNotFoundError(f"the hub has no model {repo}; if it is private, set HF_TOKEN (or run hf auth login)")
+    return ModelNotFoundError(f"{repo} cannot be fetched from the hub: {_first_line(error)}")
 
 
 def _first_line(error: Exception) -> str:

@@ -22,7 +22,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class MappedFile:
-    """The bytes of one file, ``size`` of them."""
+    """The bytes of one file, ``size`` of them. ``buffer`` is the mapping, for loops that check bounds themselves."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -31,15 +31,15 @@ class MappedFile:
                 self.size = file.seek(0, 2)
                 if self.size == 0:
                     raise ModelFormatError(f"{path} is empty (0 bytes); fetch it again")
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise ModelNotFoundError(f"cannot open {path}: {error.strerror or error}") from error
-        self._bytes: Bytes = np.frombuffer(self._map, dtype=np.uint8)
+        self._bytes: Bytes = np.frombuffer(self.buffer, dtype=np.uint8)
 
     def read(self, start: int, stop: int) -> bytes:
         """A copy of ``[start, stop)``; raises ModelFormatError past the end."""
         self._check(start, stop)
-        return self._map[start:stop]
+        return self.buffer[start:stop]
 
     def view(self, start: int, stop: int) -> Bytes:
         """A read-only view of ``[start, stop)``; raises ModelFormatError past the end."""
@@ -57,11 +57,11 @@ class MappedFile:
         """Give back the whole pages inside ``[start, stop)``; they are read again when touched."""
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         last = stop // mmap.PAGESIZE * mmap.PAGESIZE
-        if last > first and not self._map.closed:
-            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+        if last > first and not self.buffer.closed:
+            self.buffer.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def close(self) -> None:
         """Unmap, or leave that to the last view that is still in use."""
         self._bytes = np.empty(0, dtype=np.uint8)
         with contextlib.suppress(BufferError):
-            self._map.close()
+            self.buffer.close()
