@@ -101,8 +101,7 @@ class _Sampling(_Model):
 
     def _refuse_unsupported(self) -> None:
         """What would change the answer and is not there must not be passed over in silence."""
-        for name in (*_NOT_BUILT, *(self.model_extra or {})):
-            value = getattr(self, name, None)
+        for name, value in (self.model_extra or {}).items():
             if name in _NOT_BUILT and value not in (None, False, [], {}):
                 raise RequestError(f"{name} is not supported by this version; leave it out", param=name)
 
@@ -138,18 +137,20 @@ _PASSED_ON = (
     "spaces_between_special_tokens",
     "truncate_prompt_tokens",
 )
-_NOT_BUILT = (
-    "use_beam_search",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "prompt_embeds",
-    "logits_processors",
-    "audio",
-    "functions",
-    "function_call",
+_NOT_BUILT = frozenset(
+    {
+        "use_beam_search",
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "prompt_embeds",
+        "logits_processors",
+        "audio",
+        "functions",
+        "function_call",
+    }
 )
 """Parameters of OpenAI or vLLM that change the answer and that Pagemill lacks."""
 
