@@ -10,9 +10,10 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 from pagemill.errors import EngineDeadError, PagemillError, PromptTooLongError, RequestError
+from pagemill.models.chat_template import ChatTemplate
 from pagemill.params import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
 
 BOS, EOS, OPEN, CLOSE = 256, 257, 258, 259
@@ -24,6 +25,7 @@ class ByteTokenizer:
     special_ids = frozenset(SPECIALS)
     bos_id = BOS
     eos_ids = (EOS,)
+    special_tokens: ClassVar = {"bos_token": "<s>", "eos_token": "</s>"}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids = [BOS] if add_special_tokens else []
@@ -49,22 +51,10 @@ class ByteTokenizer:
         return SPECIALS[token_id].encode() if token_id in SPECIALS else bytes([token_id])
 
 
-class PlainTemplate:
-    """<|open|>role: content<|close|> for each message."""
-
-    def render(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **kwargs: Any,
-    ) -> str:
-        text = "".join(f"<|open|>{each['role']}: {each['content']}<|close|>" for each in messages)
-        if continue_final_message:
-            return text.removesuffix("<|close|>")
-        return text + ("<|open|>assistant: " if add_generation_prompt else "")
+TEMPLATE = (
+    "{% for message in messages %}<|open|>{{ message.role }}: {{ message.content }}<|close|>{% endfor %}"
+    "{% if add_generation_prompt %}<|open|>assistant: {% endif %}"
+)
 
 
 @dataclass
@@ -86,7 +76,7 @@ class FakeEngine:
     def __init__(self, script: str = "Hello, world.", *, max_model_len: int = 512) -> None:
         self.script = script
         self.tokenizer = ByteTokenizer()
-        self.chat_template = PlainTemplate()
+        self.chat_template: ChatTemplate | None = ChatTemplate(TEMPLATE, self.tokenizer)  # type: ignore[arg-type]
         self.max_model_len = max_model_len
         self.model_name = "fake/model"
         self.metrics = FakeMetrics()

@@ -9,7 +9,6 @@ import openai
 import pytest
 
 from pagemill.config import ServerConfig
-from pagemill.errors import RequestError
 from pagemill.server.responses import ErrorResponse
 from tests.server.conftest import Served, serving
 from tests.server.fake_engine import FakeEngine
@@ -121,9 +120,9 @@ async def test_a_wrong_completion(served: Served, body: dict[str, Any], param: s
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages.0.content.0",
+            "messages[0].content[0]",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
         ({"messages": HI, "top_logprobs": 3}, "top_logprobs"),
         ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"messages": HI, "logprobs": 3}, "logprobs"),
@@ -176,25 +175,18 @@ async def test_unknown_paths_and_methods(served: Served) -> None:
     assert "POST" in wrong.json()["error"]["message"]
 
 
-class RaisingTemplate:
-    def render(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
-        raise RequestError("the chat template says: only user and assistant roles are supported", param="messages")
-
-
-class EmptyTemplate:
-    def render(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
-        return ""
-
-
 async def test_a_template_that_raises(served: Served) -> None:
-    served.app.context.chat_template = RaisingTemplate()
+    template = "{{ raise_exception('only user and assistant roles are supported') }}"
+    served.app.context.use_template(template)
     answer = await served.http.post(CHAT, json=BODIES[CHAT])
+    own = await served.http.post(CHAT, json=BODIES[CHAT] | {"chat_template": template})
+    assert own.json() == answer.json()
     assert answer.status_code == 400
     assert "only user and assistant roles" in answer.json()["error"]["message"]
 
 
 async def test_a_template_that_renders_to_nothing(served: Served) -> None:
-    served.app.context.chat_template = EmptyTemplate()
+    served.app.context.use_template("{% if false %}x{% endif %}")
     answer = await served.http.post(CHAT, json=BODIES[CHAT])
     assert answer.status_code == 400
     assert "cannot be empty" in answer.json()["error"]["message"]

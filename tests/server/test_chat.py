@@ -38,7 +38,7 @@ async def test_rendered_text_gets_no_second_bos(served: Served) -> None:
 async def test_text_parts_are_joined(served: Served) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     await served.http.post(PATH, json={"messages": [{"role": "user", "content": parts}]})
-    assert "user: ab" in prompt_of(served)
+    assert "user: a\nb" in prompt_of(served)
 
 
 async def test_the_newer_name_for_the_limit_wins(served: Served) -> None:

@@ -50,7 +50,6 @@ def client(running: ServeProcess) -> openai.OpenAI:
 def test_it_says_where_it_is_and_how_to_ask(shared: ServeProcess) -> None:
     assert "curl" in shared.said
     assert "/v1/chat/completions" in shared.said
-    assert "KV" in shared.said
 
 
 def test_the_synchronous_client_completes_and_chats(shared: ServeProcess) -> None:
@@ -100,7 +99,9 @@ def test_a_stream_says_what_the_whole_answer_says(shared: ServeProcess, extra: d
         assert texts[index] == choice["text"]
         assert reasons[index] == choice["finish_reason"]
         if choice["logprobs"]:
-            assert logprobs[index] == choice["logprobs"]["token_logprobs"]
+            told = choice["logprobs"]["token_logprobs"]
+            # Which rows share a step may differ, and the reference ops' sums with it.
+            assert logprobs[index] == [value and pytest.approx(value, rel=1e-4) for value in told]
             if not body.get("stop"):
                 assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
 
@@ -141,7 +142,8 @@ def test_a_prompt_past_the_context_is_refused_with_the_numbers(shared: ServeProc
 async def test_clients_that_vanish_free_their_blocks(shared: ServeProcess) -> None:
     async with httpx.AsyncClient(base_url=shared.url, timeout=60) as http:
         for body in ({"prompt": "a"}, {"prompt": "a", "stream": True}, {"prompt": ["a", "b"], "n": 4}):
-            task = asyncio.create_task(http.post("/v1/completions", json=body | {"max_tokens": 100, "ignore_eos": True}))
+            whole = body | {"max_tokens": 100, "ignore_eos": True}
+            task = asyncio.create_task(http.post("/v1/completions", json=whole))
             await asyncio.sleep(0)
             task.cancel()
         async with asyncio.timeout(30):

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from pagemill.errors import EngineError, RequestError
 from pagemill.params import CompletionOutput, FinishReason, RequestOutput
 from pagemill.server.body import unless_gone
-from pagemill.server.context import ServerContext, chat_messages, json_response
+from pagemill.server.context import ServerContext, chat_messages, json_response, text_of
 from pagemill.server.generation import Job, Prompt, Usage, outputs, response_id
 from pagemill.server.logprobs import chat_logprobs, prompt_logprobs
 from pagemill.server.protocol import ChatCompletionRequest, ignored_fields
@@ -174,7 +174,7 @@ def _answering_role(asked: ChatCompletionRequest) -> tuple[str, str]:
     last = chat_messages(asked)[-1]
     if not asked.continue_final_message:
         return "assistant", ""
-    return str(last["role"]), str(last["content"] or "") if asked.echo else ""
+    return str(last["role"]), text_of(last) if asked.echo else ""
 
 
 def _raise_if_failed(completion: CompletionOutput) -> None:

@@ -13,16 +13,17 @@ from starlette.responses import Response
 
 from pagemill.config import ServerConfig
 from pagemill.errors import ModelNotFoundError, RequestError
+from pagemill.models.chat_template import RESERVED, ChatTemplate
 from pagemill.server.body import read_body
 from pagemill.server.engine_port import Engine
 from pagemill.server.generation import Admission, off_loop
 from pagemill.server.protocol import ChatCompletionRequest, RequestT, TokenizeRequest, parse
 
-__all__ = ["ServerContext", "json_response"]
+__all__ = ["ServerContext", "chat_messages", "json_response", "text_of"]
 
 
 class ServerContext:
-    """One per application; ``app.state.context``."""
+    """One per application."""
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self.engine = engine
@@ -61,14 +62,11 @@ class ServerContext:
         going_on = bool(request.continue_final_message)
         opening = not going_on if request.add_generation_prompt is None else request.add_generation_prompt
         variables = dict(request.chat_template_kwargs or {})
-        for name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
-            if name in variables:
-                raise RequestError(
-                    f"chat_template_kwargs holds {name!r}; it is a field of its own", param="chat_template_kwargs"
-                )
+        if taken := RESERVED & variables.keys():
+            raise RequestError(f"{min(taken)!r} is a field of its own", param="chat_template_kwargs")
         if request.documents is not None:
             variables["documents"] = request.documents
-        chars = sum(len(message["content"]) for message in messages if isinstance(message["content"], str))
+        chars = sum(len(text_of(message)) for message in messages)
         chosen = template
 
         def render() -> str:
@@ -86,38 +84,21 @@ class ServerContext:
         """Put this Jinja source in place of the model's own template."""
         self.chat_template = self._own_template(source)
 
-    def _own_template(self, source: str) -> Any:
-        from pagemill.models.chat_template import ChatTemplate
-
+    def _own_template(self, source: str) -> ChatTemplate:
         return ChatTemplate(source, self.engine.tokenizer)
 
 
 def chat_messages(request: ChatCompletionRequest | TokenizeRequest) -> list[dict[str, Any]]:
-    """Messages as templates want them: text parts joined, absent fields absent."""
-    if not request.messages:
-        raise RequestError("messages is empty, and the prompt cannot be empty; send at least one", param="messages")
-    plain: list[dict[str, Any]] = []
-    for index, message in enumerate(request.messages):
-        entry = message.model_dump(exclude_none=True)
-        content = message.content
-        entry["content"] = content if not isinstance(content, list) else _joined_parts(content, index)
-        if content is None:
-            entry["content"] = "" if message.tool_calls is None else None
-        plain.append(entry)
-    return plain
+    """Messages as plain data, absent fields absent; the template shapes their content."""
+    return [message.model_dump(exclude_none=True) for message in request.messages or ()]
 
 
-def _joined_parts(parts: list[dict[str, Any]], index: int) -> str:
-    texts: list[str] = []
-    for number, part in enumerate(parts):
-        where = f"messages.{index}.content.{number}"
-        kind, text = part.get("type"), part.get("text")
-        if kind not in ("text", "input_text"):
-            raise RequestError(f"{where}.type={str(kind)[:40]!r} is not supported; it must be 'text'", param=where)
-        if not isinstance(text, str):
-            raise RequestError(f"{where}.text must be a string", param=where)
-        texts.append(text)
-    return "".join(texts)
+def text_of(message: dict[str, Any]) -> str:
+    """A message's text, its parts joined."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", "")) for part in content)
+    return str(content or "")
 
 
 def json_response(content: Any, headers: dict[str, str] | None = None) -> Response:

@@ -5,44 +5,14 @@ Holds no code. Text never crosses this border on the way in: prompts are token i
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
+from pagemill.models.chat_template import ChatTemplate
+from pagemill.models.tokenizer import Tokenizer
 from pagemill.params import RequestOutput, SamplingParams
 
-__all__ = ["ChatTemplate", "Engine", "Health", "Tokenizer"]
-
-
-class Tokenizer(Protocol):
-    """The part of models.tokenizer.Tokenizer that the server uses."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def special_ids(self) -> frozenset[int]: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
-
-    def id_to_token(self, index: int, /) -> str | None: ...
-
-    def token_bytes(self, index: int, /) -> bytes: ...
-
-
-class ChatTemplate(Protocol):
-    """The part of models.chat_template.ChatTemplate that the server uses."""
-
-    def render(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **kwargs: Any,
-    ) -> str: ...
+__all__ = ["Engine", "Health"]
 
 
 class Health(Protocol):

@@ -9,8 +9,8 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
+from pagemill.models.tokenizer import Tokenizer
 from pagemill.params import Logprob
-from pagemill.server.engine_port import Tokenizer
 
 __all__ = ["LEAST", "TokenTexts", "chat_logprobs", "completion_logprobs", "prompt_logprobs"]
 

@@ -138,7 +138,6 @@ class _Runner:
             raise _cannot_listen(self._config.host, self._config.port, error) from None
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         self._phases.done("http")
-        print(engine.facts.memory_plan)
         _announce(app.context, self._listener, self._phases)
         await _first_of(serving, stop.first)
         await _drain(app.context, self._config.shutdown_timeout, stop)
