@@ -13,13 +13,17 @@ from starlette.responses import Response
 
 from pagemill.config import ServerConfig
 from pagemill.errors import ModelNotFoundError, RequestError
-from pagemill.models.chat_template import RESERVED, ChatTemplate
+from pagemill.models.chat_template import ChatTemplate
 from pagemill.server.body import read_body
 from pagemill.server.engine_port import Engine
 from pagemill.server.generation import Admission, off_loop
 from pagemill.server.protocol import ChatCompletionRequest, RequestT, TokenizeRequest, parse
 
 __all__ = ["ServerContext", "chat_messages", "json_response", "text_of"]
+
+
+RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
+"""Template variables that are fields of the request."""
 
 
 class ServerContext:
