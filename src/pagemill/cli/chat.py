@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pagemill.cli.arguments import add_config_flags, config_from
@@ -32,7 +32,7 @@ Ctrl-C stops an answer."""
 
 
 class _Answers(Protocol):
-    def __call__(self, messages: list[dict[str, Any]]) -> Iterator[str]:
+    def __call__(self, messages: list[dict[str, Any]]) -> Generator[str, None, None]:
         """The answer's text, piece by piece."""
 
 
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 def _answers(llm: LLM, given: dict[str, Any]) -> _Answers:
     params = llm.text.default_params(**{"max_tokens": None, **given})
 
-    def answers(messages: list[dict[str, Any]]) -> Iterator[str]:
+    def answers(messages: list[dict[str, Any]]) -> Generator[str, None, None]:
         prompt = llm.text.render_chat(messages)
         with contextlib.closing(llm.stream(prompt, params, add_special_tokens=False)) as outputs:
             for output in outputs:
@@ -129,7 +129,7 @@ class Conversation:
         """Show the answer as it comes. What was shown before Ctrl-C stays part of the conversation."""
         parts: list[str] = []
         try:
-            with contextlib.closing(self._answers(self.messages)) as pieces:  # type: ignore[type-var]
+            with contextlib.closing(self._answers(self.messages)) as pieces:
                 for piece in pieces:
                     parts.append(piece)
                     self._show(piece)

@@ -47,14 +47,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer every line; 0 if all were answered, 1 if some are errors."""
     config = config_from(args, EngineConfig)
-    source = _open_input(args.input)
-    with AnswerFile.open(args.output, restart=args.restart) as answers:
+    with _open_input(args.input) as source, AnswerFile.open(args.output, restart=args.restart) as answers:
         if answers.done:
             print(f"pagemill generate: {len(answers.done)} answers are there already", file=sys.stderr)
 
         from pagemill.engine.offline import LLM
 
-        with source, LLM.from_config(config) as llm:
+        with LLM.from_config(config) as llm:
             batch = _Batch(llm, answers, sampling_values(args))
             batch.run(source)
     print(f"pagemill generate: {batch.summary()}", file=sys.stderr)

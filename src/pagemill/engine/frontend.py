@@ -364,7 +364,8 @@ class AsyncLLM:
         while True:
             started_s = time.monotonic()
             self._down(await asyncio.shield(client.dead))
-            failures = 0 if time.monotonic() - started_s > HEALTHY_S else failures
+            died_s = time.monotonic()
+            failures = 0 if died_s - started_s > HEALTHY_S else failures
             while True:
                 await asyncio.sleep(RESTART_PAUSES_S[min(failures, len(RESTART_PAUSES_S) - 1)])
                 failures += 1
@@ -378,7 +379,7 @@ class AsyncLLM:
                     logger.error("%s", self._down_reason)
             self._connect(client)
             self.metrics.restarts += 1
-            logger.warning("the engine serves again after %.1f s", time.monotonic() - started_s)
+            logger.warning("the engine serves again after %.1f s", time.monotonic() - died_s)
 
     def _down(self, reason: str) -> None:
         logger.error("%s; %d completions were open; starting it again", reason, self._output.num_open)

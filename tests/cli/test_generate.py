@@ -1,0 +1,132 @@
+"""``pagemill generate``: every line is answered once, bad ones as errors, and stopped work goes on where it stopped."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagemill.cli import main
+from pagemill.cli.generate import AnswerFile
+from pagemill.errors import ConfigError
+from tests.models.tiny import tiny_llama
+
+PROMPT = {"prompt": "the fox", "temperature": 0, "max_tokens": 4, "ignore_eos": True}
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 4, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+def generate(model: Path, lines: list[Any], folder: Path, *words: str) -> tuple[int, list[dict[str, Any]]]:
+    """Run the verb on these lines; its exit code and the whole output file."""
+    source, target = folder / "in.jsonl", folder / "out.jsonl"
+    source.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
+    files = ["-i", str(source), "-o", str(target)]
+    engine = ["--dtype", "float32", "--num-threads", "1", "--num-gpu-blocks-override", "64"]
+    code = main(["generate", str(model), *files, *engine, *words])
+    return code, [json.loads(line) for line in target.read_text().splitlines()] if target.exists() else []
+
+
+def test_the_three_forms_are_answered_in_openais_shapes(model: Path, tmp_path: Path) -> None:
+    batch = {"custom_id": "b", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}
+    code, answers = generate(model, [PROMPT, {**CHAT, "custom_id": "a", "n": 2}, "", batch], tmp_path)
+    assert code == 0
+    by_line = {answer["line"]: answer for answer in answers}
+    assert sorted(by_line) == [1, 2, 4]
+    assert by_line[1]["object"] == "text_completion"
+    assert by_line[1]["choices"][0]["finish_reason"] == "length"
+    assert by_line[1]["usage"]["completion_tokens"] == 4
+    assert by_line[2]["custom_id"] == "a"
+    assert [choice["index"] for choice in by_line[2]["choices"]] == [0, 1]
+    body = by_line[4]["response"]["body"]
+    assert by_line[4]["error"] is None
+    assert body["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": by_line[2]["choices"][0]["message"]["content"],
+    }
+
+
+def test_bad_lines_become_errors_and_the_others_are_answered(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = [
+        "{not json",
+        "[1]",
+        {"prompt": "x", "messages": []},
+        {"prompt": [["nested"]]},
+        {**PROMPT, "no_such_parameter": 1},
+        {**PROMPT, "temperature": -1},
+        {"prompt": ""},
+        {"prompt": [7] * 500},
+        {"custom_id": "c", "url": "/v1/embeddings", "body": {"input": "x"}},
+    ]
+    code, answers = generate(model, [*bad, PROMPT], tmp_path)
+    assert code == 1
+    assert len(answers) == 10
+    failed = {answer["line"]: answer["error"]["message"] for answer in answers if answer.get("error")}
+    assert sorted(failed) == list(range(1, 10))
+    assert "no_such_parameter" in failed[5]
+    assert "500 tokens" in failed[8]
+    assert "9 failed" in capsys.readouterr().err
+
+
+def test_stopped_work_goes_on_where_it_stopped(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [{**PROMPT, "custom_id": f"id-{index}", "prompt": [5 + index, 6]} for index in range(5)]
+    _, whole = generate(model, lines, tmp_path)
+    kept = [answer for answer in whole if answer["custom_id"] in {"id-1", "id-3"}]
+    half = json.dumps(whole[0])[:20]
+    (tmp_path / "out.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in kept) + half)
+    _, resumed = generate(model, lines, tmp_path)
+    assert "2 answers are there already" in capsys.readouterr().err
+    assert resumed[:2] == kept
+    texts = {answer["custom_id"]: answer["choices"] for answer in resumed}
+    assert len(resumed) == 5
+    assert texts == {answer["custom_id"]: answer["choices"] for answer in whole}
+
+
+def test_restart_begins_again(model: Path, tmp_path: Path) -> None:
+    generate(model, [PROMPT], tmp_path)
+    _, answers = generate(model, [PROMPT, PROMPT], tmp_path, "--restart")
+    assert [answer["line"] for answer in answers] in ([1, 2], [2, 1])
+
+
+def test_an_id_that_is_used_twice_is_an_error(model: Path, tmp_path: Path) -> None:
+    code, answers = generate(model, [{**PROMPT, "custom_id": "x"}] * 2, tmp_path)
+    assert code == 1
+    assert ["used by line 1 already" in answer.get("error", {}).get("message", "") for answer in answers].count(True)
+
+
+def test_flags_are_defaults_that_a_line_may_override(model: Path, tmp_path: Path) -> None:
+    lines = [{"prompt": "the fox", "ignore_eos": True}, {"prompt": "the fox", "max_tokens": 2, "ignore_eos": True}]
+    _, answers = generate(model, lines, tmp_path, "--max-tokens", "3", "--temperature", "0")
+    assert sorted(answer["usage"]["completion_tokens"] for answer in answers) == [2, 3]
+
+
+def test_a_file_that_is_no_answer_file_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("my notes\nline 2\n")
+    with pytest.raises(ConfigError, match="--restart"):
+        AnswerFile.open(str(path), restart=False)
+    assert path.read_text() == "my notes\nline 2\n"
+
+
+@pytest.mark.parametrize("words", [["-i", "/no/such/file"], ["-i", "/dev/null", "-o", "/no/such/folder/out"]])
+def test_files_that_cannot_be_opened_are_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", *words]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_answers_go_to_standard_output_by_default(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO(json.dumps(PROMPT).encode()))
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert main(["generate", str(model), "--dtype", "float32", "--num-gpu-blocks-override", "64"]) == 0
+    (line,) = capfdbinary.readouterr().out.splitlines()
+    assert json.loads(line)["line"] == 1
