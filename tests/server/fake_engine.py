@@ -10,7 +10,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pagemill.errors import EngineDeadError, PagemillError, PromptTooLongError, RequestError
 from pagemill.models.chat_template import ChatTemplate
@@ -70,11 +70,20 @@ class FakeMetrics:
         return "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 0.0\n"
 
 
+class FakeText:
+    def __init__(self) -> None:
+        self.defaults: dict[str, Any] = {}
+
+    def default_values(self) -> dict[str, Any]:
+        return self.defaults
+
+
 class FakeEngine:
     """Spells ``script``. A closed ``gate`` holds tokens back; ``failure`` is raised after ``fail_after`` tokens."""
 
     def __init__(self, script: str = "Hello, world.", *, max_model_len: int = 512) -> None:
         self.script = script
+        self.text = FakeText()
         self.tokenizer = ByteTokenizer()
         self.chat_template: ChatTemplate | None = ChatTemplate(TEMPLATE, self.tokenizer)  # type: ignore[arg-type]
         self.max_model_len = max_model_len

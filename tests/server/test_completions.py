@@ -171,6 +171,22 @@ async def test_every_sampling_parameter_reaches_the_engine(served: Served) -> No
         assert getattr(params, name) == expected, name
 
 
+async def test_the_models_own_defaults_hold_where_a_request_says_nothing() -> None:
+    engine = FakeEngine()
+    engine.text.defaults = {"temperature": 0.6, "top_p": 0.9}
+    async with serving(engine) as served:
+        await served.http.post(PATH, json={"prompt": "a", "top_p": 0.5})
+    assert (engine.seen[-1][1].temperature, engine.seen[-1][1].top_p) == (0.6, 0.5)
+
+
+async def test_defaults_out_of_bounds_are_passed_over() -> None:
+    engine = FakeEngine()
+    engine.text.defaults = {"temperature": -3}
+    async with serving(engine) as served:
+        assert (await served.http.post(PATH, json={"prompt": "a"})).status_code == 200
+    assert engine.seen[-1][1].temperature == 1.0
+
+
 async def test_unknown_fields_are_named_in_a_header_and_otherwise_ignored(served: Served) -> None:
     answer = await served.http.post(PATH, json={"prompt": "a", "frobnicate": 1, "bad\nname": 2, "store": True})
     assert answer.status_code == 200

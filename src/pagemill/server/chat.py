@@ -30,7 +30,7 @@ async def create_chat_completion(context: ServerContext, request: Request) -> Re
     """Read, check, render, tokenise; then answer whole or as a stream."""
     asked = await context.read(request, ChatCompletionRequest)
     context.check_model(asked.model)
-    params = asked.sampling_params()
+    params = asked.sampling_params(context.defaults)
     text = await context.render_chat(asked)
     token_ids = await context.encode(text, add_special_tokens=bool(asked.add_special_tokens))
     if not token_ids:

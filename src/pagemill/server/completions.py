@@ -29,7 +29,7 @@ async def create_completion(context: ServerContext, request: Request) -> Respons
     """Read, check, tokenise; then answer whole or as a stream."""
     asked = await context.read(request, CompletionRequest)
     context.check_model(asked.model)
-    params = asked.sampling_params()
+    params = asked.sampling_params(context.defaults)
     prompts = await read_prompts(context, asked, params)
     job = Job(
         prompts,

@@ -5,6 +5,7 @@ Owns the served model's name, the admission counter and the switch that turns ne
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from starlette.responses import Response
 from pagemill.config import ServerConfig
 from pagemill.errors import ModelNotFoundError, RequestError
 from pagemill.models.chat_template import ChatTemplate
+from pagemill.params import SamplingParams
 from pagemill.server.body import read_body
 from pagemill.server.engine_port import Engine
 from pagemill.server.generation import Admission, off_loop
@@ -21,6 +23,8 @@ from pagemill.server.protocol import ChatCompletionRequest, RequestT, TokenizeRe
 
 __all__ = ["ServerContext", "chat_messages", "json_response", "text_of"]
 
+
+logger = logging.getLogger("pagemill.server")
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 """Template variables that are fields of the request."""
@@ -35,6 +39,8 @@ class ServerContext:
         self.admission = Admission(config.max_num_queued_reqs)
         self.model_name = config.served_model_name or engine.model_name
         self.chat_template = engine.chat_template
+        self.defaults = _usable(engine.text.default_values())
+        """Sampling parameters of requests that do not say."""
         self.draining = False
         """Set once, on SIGTERM: open requests go on, new ones are answered 503."""
 
@@ -90,6 +96,18 @@ class ServerContext:
 
     def _own_template(self, source: str) -> ChatTemplate:
         return ChatTemplate(source, self.engine.tokenizer)
+
+
+def _usable(defaults: dict[str, Any]) -> dict[str, Any]:
+    """What a model recommends, unless it is out of bounds."""
+    try:
+        SamplingParams.create(**defaults)
+    except (RequestError, TypeError) as error:
+        logger.warning("the model's generation_config is passed over: %s", error)
+        return {}
+    if defaults:
+        logger.info("the model's own sampling defaults hold where a request says nothing: %s", defaults)
+    return defaults
 
 
 def chat_messages(request: ChatCompletionRequest | TokenizeRequest) -> list[dict[str, Any]]:

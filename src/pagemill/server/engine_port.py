@@ -12,7 +12,7 @@ from pagemill.models.chat_template import ChatTemplate
 from pagemill.models.tokenizer import Tokenizer
 from pagemill.params import RequestOutput, SamplingParams
 
-__all__ = ["Engine", "Health"]
+__all__ = ["Engine", "Health", "Text"]
 
 
 class Health(Protocol):
@@ -25,8 +25,18 @@ class Health(Protocol):
     def reason(self) -> str | None: ...
 
 
+class Text(Protocol):
+    """What the front knows of the model."""
+
+    def default_values(self) -> dict[str, Any]:
+        """Sampling parameters that the model's authors recommend."""
+
+
 class Engine(Protocol):
     """Generates, and says how it is."""
+
+    @property
+    def text(self) -> Text: ...
 
     @property
     def tokenizer(self) -> Tokenizer: ...

@@ -81,7 +81,7 @@ class _Sampling(_Model):
     return_token_ids: bool | None = Field(None, description="Add token ids to the answer (vLLM).")
     user: str | None = None
 
-    def _params(self, max_tokens: int | None, logprobs: int | None, n: int) -> SamplingParams:
+    def _params(self, defaults: dict[str, Any], max_tokens: int | None, logprobs: int | None, n: int) -> SamplingParams:
         """Check everything that is the same for both routes."""
         if self.temperature is not None and self.temperature > MAX_TEMPERATURE:
             raise RequestError(
@@ -90,7 +90,7 @@ class _Sampling(_Model):
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream=true", param="stream_options")
         self._refuse_unsupported()
-        values: dict[str, Any] = {}
+        values = dict(defaults)
         for name in _PASSED_ON:
             value = getattr(self, name)
             if value is not None:
@@ -175,12 +175,12 @@ class CompletionRequest(_Sampling):
     add_special_tokens: bool | None = Field(None, description="Add the model's BOS to a text prompt. Default true.")
     response_format: ResponseFormat | None = None
 
-    def sampling_params(self) -> SamplingParams:
-        """Check and convert; raises RequestError."""
+    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
+        """Check and convert; ``defaults`` are the model's. Raises RequestError."""
         if self.suffix:
             raise RequestError("suffix is not supported; put it into the prompt", param="suffix")
         n = 1 if self.n is None else self.n
-        params = self._params(self.max_tokens, self.logprobs, n)
+        params = self._params(defaults, self.max_tokens, self.logprobs, n)
         if self.best_of is not None:
             params = self._best_of_params(params, self.best_of)
         if self.echo and self.logprobs is not None and params.prompt_logprobs is None:
@@ -230,8 +230,8 @@ class ChatCompletionRequest(_Sampling):
     tool_choice: str | dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
 
-    def sampling_params(self) -> SamplingParams:
-        """Check and convert; raises RequestError."""
+    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
+        """Check and convert; ``defaults`` are the model's. Raises RequestError."""
         if self.top_logprobs is not None and self.top_logprobs != 0 and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
         if self.continue_final_message and self.add_generation_prompt:
@@ -244,7 +244,7 @@ class ChatCompletionRequest(_Sampling):
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         try:
-            return self._params(limit, logprobs, 1 if self.n is None else self.n)
+            return self._params(defaults, limit, logprobs, 1 if self.n is None else self.n)
         except RequestError as error:
             if error.param == "logprobs":
                 raise RequestError(str(error).replace("logprobs", "top_logprobs", 1), param="top_logprobs") from None

@@ -255,7 +255,7 @@ def _announce(context: ServerContext, listener: socket.socket, phases: _Phases) 
     host, port = listener.getsockname()[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     url = f"http://{shown}:{port}"
-    body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
+    body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0.2}'
     key = ' -H "Authorization: Bearer $API_KEY"' if context.config.api_key else ""
     print(f"Serving {context.model_name} at {url}/v1 (started in: {phases})")
     print(f"  curl {url}/v1/chat/completions -H 'content-type: application/json'{key} -d {shlex.quote(body)}")
