@@ -342,3 +342,31 @@ def test_the_embedded_models_tokenizer_is_smollm2s(embedded_source: ModelSource)
         words = [word for word, _ in metadata_pre_tokenizer.pre_tokenize_str(text)]
         assert [word for word, _ in tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)] == words
         assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+
+
+KEYS = sorted({*SMOLLM_METADATA, *spm_metadata(SPM), "tokenizer.chat_template", "tokenizer.ggml.add_bos_token"})
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**64 - 1),
+    st.floats(),
+    st.sampled_from(["gpt2", "llama", "qwen2", "default", ""]),
+    st.lists(st.text(max_size=4), max_size=6),
+    st.lists(st.integers(-9, 9), max_size=6),
+    st.lists(st.floats(), max_size=6),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.booleans(), st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4), st.randoms(use_true_random=False))
+def test_mutated_metadata_raises_only_our_errors(spm: bool, changes: dict[str, Any], random: Any) -> None:
+    metadata = (spm_metadata(SPM) if spm else dict(SMOLLM_METADATA)) | changes
+    for key, value in metadata.items():
+        if isinstance(value, list) and value and random.random() < 0.3:
+            metadata[key] = [random.choice(value) for _ in value]
+    try:
+        vocabulary = from_metadata(metadata, "m.gguf")
+    except (ModelFormatError, UnsupportedModelError) as error:
+        assert "\n" not in str(error)  # noqa: PT017 - either outcome is right
+        return
+    vocabulary.backend.decode(vocabulary.backend.encode("Hello 12 <|im_end|>").ids)

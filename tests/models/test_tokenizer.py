@@ -165,6 +165,13 @@ def test_a_broken_tokenizer_file_is_refused(content: bytes, tmp_path: Path) -> N
     assert "\n" not in str(caught.value)
 
 
+def test_a_post_processor_that_names_no_token_is_refused(tmp_path: Path) -> None:
+    content = json.loads(backend().to_str())
+    content["post_processor"]["special_tokens"] = {}
+    with pytest.raises(ModelFormatError, match=r"tokenizer\.json is not a tokenizer"):
+        load_tokenizer(folder(tmp_path, tokenizer__json=content))
+
+
 def test_a_sentencepiece_file_serves_where_there_is_nothing_else(tmp_path: Path) -> None:
     settings_file = {"add_bos_token": True, "chat_template": "T", "bos_token": "<s>", "eos_token": "</s>"}
     model = SPM.serialized_model_proto()
@@ -193,9 +200,14 @@ def test_a_gguf_file_and_its_checkpoint_give_the_same_tokenizer(tmp_path: Path) 
 def test_another_tokenizer_can_stand_in(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    source = folder(tmp_path / "a", generation_config__json={"eos_token_id": 258})
+    settings_file = {"chat_template": "the model's own"}
+    source = folder(tmp_path / "a", generation_config__json={"eos_token_id": 258}, tokenizer_config__json=settings_file)
     path = write_gguf(tmp_path / "m.gguf", metadata=SMOLLM_METADATA)
     assert load_tokenizer(source, str(path)).bos_id == 1
+    assert load_tokenizer(source, str(path)).chat_template == "the model's own"
+    (tmp_path / "c").mkdir()
+    bare = ModelSource(name="m", path=tmp_path / "c", format="safetensors")
+    assert load_tokenizer(bare, str(path)).chat_template is None
     folder(tmp_path / "b", tokenizer_config__json={"eos_token": "</s>"})
     assert load_tokenizer(source, str(tmp_path / "b")).eos_ids == (258, 257)
     assert load_tokenizer(source, str(tmp_path / "b" / "tokenizer.json")).eos_ids == (258, 257)

@@ -7,6 +7,7 @@ ever truncated or padded here, whatever the tokenizer's file asks for. Pickles, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from pagemill.config import DEFAULT_MODEL
-from pagemill.errors import ModelFormatError, ModelNotFoundError, RequestError
+from pagemill.errors import ModelError, ModelFormatError, ModelNotFoundError, RequestError
 from pagemill.models import gguf_tokenizer, hub
 from pagemill.models.checkpoint import Checkpoint, read_json
 from pagemill.models.gguf import GGUFFile
@@ -63,6 +64,7 @@ class Tokenizer:
         self.bos_id: int | None = None if bos is None else backend.token_to_id(bos)
         self.eos_ids = tuple(dict.fromkeys(index for index in eos_ids if 0 <= index < self.vocab_size))
         self._style = _decoding_style(backend)
+        self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``, with what the model wants around it. RequestError for text that is not Unicode."""
@@ -92,6 +94,12 @@ class Tokenizer:
 
     def token_bytes(self, index: int) -> bytes:
         """What the token adds to a text, in UTF-8; may be part of a character. Empty for ids outside the vocabulary."""
+        known = self._bytes.get(index)
+        if known is None and 0 <= index < self.vocab_size:
+            known = self._bytes[index] = self._bytes_of(index)
+        return known or b""
+
+    def _bytes_of(self, index: int) -> bytes:
         added = self._added.get(index)
         if added is not None:
             return added.encode()
@@ -150,11 +158,25 @@ def load_tokenizer(source: ModelSource | Checkpoint, override: str | None = None
     if model.format == "safetensors":
         config = read_json(model.path / "config.json") or {}
         generation_config = read_json(model.path / "generation_config.json") or {}
-    path = model.path if override is None else _find(override)
-    if path.is_file() and path.suffix != ".json":
-        metadata = source.config if isinstance(source, Checkpoint) and override is None else _metadata(path)
-        return _from_vocabulary(gguf_tokenizer.from_metadata(metadata, str(path)), {}, config, generation_config)
-    return _from_folder(path.parent if path.is_file() else path, config, generation_config)
+    if override is not None:
+        tokenizer = _load(_find(override), None, config, generation_config)
+        if tokenizer.chat_template is None:
+            with contextlib.suppress(ModelError):  # a model without a tokenizer of its own
+                tokenizer.chat_template = load_tokenizer(source).chat_template
+        return tokenizer
+    metadata = source.config if isinstance(source, Checkpoint) and model.format == "gguf" else None
+    return _load(model.path, metadata, config, generation_config)
+
+
+def _load(
+    path: Path, metadata: dict[str, Any] | None, config: Mapping[str, Any], generation_config: Mapping[str, Any]
+) -> Tokenizer:
+    if path.is_dir():
+        return _from_folder(path, config, generation_config)
+    if path.suffix == ".json":
+        return _from_folder(path.parent, config, generation_config)
+    vocabulary = gguf_tokenizer.from_metadata(_metadata(path) if metadata is None else metadata, str(path))
+    return _from_vocabulary(vocabulary, {}, config, generation_config)
 
 
 def _find(name: str) -> Path:
@@ -176,10 +198,7 @@ def _from_folder(folder: Path, config: Mapping[str, Any], generation_config: Map
     path = folder / "tokenizer.json"
     if not path.is_file():
         return _from_model_file(folder, settings, config, generation_config)
-    try:
-        backend = Backend.from_file(str(path))
-    except Exception as error:
-        raise ModelFormatError(f"{path} is not a tokenizer that can be read ({_one_line(error)})") from error
+    backend = _read_backend(path)
     special = _special_tokens(settings, read_json(folder / "special_tokens_map.json") or {})
     return Tokenizer(
         backend,
@@ -187,6 +206,17 @@ def _from_folder(folder: Path, config: Mapping[str, Any], generation_config: Map
         eos_ids=_eos_ids(backend, special, config, generation_config),
         chat_template=_chat_template(folder, settings),
     )
+
+
+def _read_backend(path: Path) -> Backend:
+    try:
+        backend = Backend.from_file(str(path))
+        backend.encode("a")  # special tokens that the post-processor does not know show here, not in a request
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the Rust library is no Exception
+        raise ModelFormatError(f"{path} is not a tokenizer that can be read ({_one_line(error)})") from error
+    return backend
 
 
 def _from_model_file(
@@ -268,5 +298,5 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
