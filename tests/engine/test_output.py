@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pagemill.errors import NonFiniteLogitsError, RequestError
 from pagemill.params import FinishReason, RequestOutput
@@ -42,6 +44,46 @@ def test_deltas_add_up_to_the_whole_and_end_once() -> None:
     assert final[0].outputs[0].text == text
     assert final[0].outputs[0].token_ids == [*ids(text), 2]
     assert final[0].outputs[0].stop_reason is None
+
+
+words = st.sampled_from(["the", "fox", " ", "a", "b", "é", "😀", "<|im_end|>", "\n", "ab", "ba"])
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_streamed_merged_and_final_answers_are_equal_for_any_parameters(data: st.DataObject) -> None:
+    script = data.draw(
+        st.lists(st.one_of(st.integers(3, 319), words.map(lambda word: ids(word)[0])), min_size=1, max_size=25)
+    )
+    params = {
+        "max_tokens": data.draw(st.integers(1, 30)),
+        "stop": data.draw(st.lists(st.lists(words, min_size=1, max_size=3).map("".join), max_size=3)),
+        "stop_token_ids": data.draw(st.lists(st.integers(3, 319), max_size=2)),
+        "include_stop_str_in_output": data.draw(st.booleans()),
+        "skip_special_tokens": data.draw(st.booleans()),
+        "ignore_eos": data.draw(st.booleans()),
+        "logprobs": data.draw(st.sampled_from([None, 0, 2])),
+    }
+    params["min_tokens"] = data.draw(st.integers(0, params["max_tokens"]))
+    engine = saying(script)
+    streamed = engine.stream(engine.ask(PROMPT, **params))
+    (final,) = engine.stream(engine.ask(PROMPT, "final", **params))
+    *_, cumulative = engine.stream(engine.ask(PROMPT, "cumulative", **params))
+    merged = engine.ask(PROMPT, **params)
+    engine.finish()
+    late = merged.take()
+    assert late is not None
+    whole, last = final.outputs[0], streamed[-1].outputs[0]
+    assert joined(streamed) == whole.text == cumulative.outputs[0].text == late.outputs[0].text
+    assert [token for output in streamed for token in output.outputs[0].token_ids] == whole.token_ids
+    assert (last.finish_reason, last.stop_reason) == (whole.finish_reason, whole.stop_reason)
+    if params["logprobs"] is not None:
+        pieces = [each for output in streamed for each in output.outputs[0].logprobs or []]
+        assert pieces == whole.logprobs
+        assert len(pieces) == len(whole.token_ids)
+    if not params["stop"] and whole.finish_reason is FinishReason.LENGTH:
+        skip = params["skip_special_tokens"]
+        assert whole.text == TOKENIZER.decode(whole.token_ids, skip_special_tokens=skip)
 
 
 def test_a_slow_reader_gets_everything_merged() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import shutil
 import signal
 import tempfile
@@ -38,6 +39,8 @@ from pagemill.engine.wire import (
 from pagemill.errors import EngineDeadError
 
 __all__ = ["EngineClient", "InprocClient", "ProcessClient", "engine_facts"]
+
+logger = logging.getLogger("pagemill.engine")
 
 LAST_FRAMES_MS = 50
 """How long frames may still arrive from a process that has ended."""
@@ -229,8 +232,8 @@ class ProcessClient:
             tasks: list[asyncio.Future[Any]] = [ended, receiving]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if receiving.done():
+                logger.error("the front cannot take in what the engine sent", exc_info=receiving.exception())
                 self.process.kill()
-                receiving.result()
             await asyncio.wait([receiving], timeout=LAST_FRAMES_MS / 1000)
         finally:
             receiving.cancel()
