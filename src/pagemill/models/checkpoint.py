@@ -198,6 +198,11 @@ class Checkpoint:
         return StoredTensor(*self._where[name])
 
     @property
+    def paths(self) -> list[Path]:
+        """The files that hold the tensors."""
+        return [file.file.path for file in self._files]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors as stored."""
         return sum(entry.stop - entry.start for _, entry in self._where.values())

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagemill.config import EngineConfig
+from pagemill.config import EngineConfig, cache_dir
 from pagemill.errors import ConfigError
 from pagemill.kernels.ops import AttentionSpec, LinearWeight, MoeWeights
 from pagemill.layers.attention import Attention
@@ -27,7 +27,7 @@ from pagemill.models.tensors import TensorReader
 from pagemill.quant.matrix import Matrix
 from pagemill.quant.method import LinearShape, Target, choose, method
 
-__all__ = ["load_model"]
+__all__ = ["WeightLoader", "load_model"]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -59,9 +59,21 @@ def load_model(
         quantization=config.quantization,
     )
     reader = TensorReader(checkpoint, family_of(checkpoint), group)
-    decoder = _Loader(reader, model, target, positions).decoder()
+    decoder = _decoder(reader, model, target, positions)
     reader.finish(tied=model.tie_word_embeddings)
     return decoder
+
+
+def _decoder(reader: TensorReader, model: ModelConfig, target: Target, positions: int) -> Decoder:
+    """All weights, converted where the user asked for it."""
+    if target.quantization != "int8":
+        return WeightLoader(reader, model, target, positions).decoder()
+    from pagemill.models.int8 import Int8Loader
+    from pagemill.quant.int8_cache import Int8Cache
+
+    variant = f"rank {reader.group.rank} of {reader.group.size}, {model}"
+    with Int8Cache(cache_dir(), reader.checkpoint.paths, variant) as cache:
+        return Int8Loader(reader, model, target, positions, cache).decoder()
 
 
 def _activation_dtype(checkpoint: Checkpoint, native: bool) -> torch.dtype:
@@ -77,7 +89,7 @@ def _activation_dtype(checkpoint: Checkpoint, native: bool) -> torch.dtype:
     return torch.bfloat16 if narrow else torch.float32
 
 
-class _Loader:
+class WeightLoader:
     """What loading keeps between tensors."""
 
     def __init__(self, reader: TensorReader, model: ModelConfig, target: Target, positions: int) -> None:
@@ -103,12 +115,13 @@ class _Loader:
             layers=layers,
             final_norm=final_norm,
             head=embedding if model.tie_word_embeddings else self.table_matrix("head"),
+            before_head=self.before_head(),
         )
 
     def table_matrix(self, role: str) -> LinearWeight:
         """The embedding or the head: [V, H]."""
         shape = (self.model.vocab_size, self.model.hidden_size)
-        return self.linear([self.reader.matrix(self.reader.name(role), shape)])
+        return self.linear(role, 0, [self.reader.matrix(self.reader.name(role), shape)])
 
     def layer(self, i: int, layer: LayerConfig) -> DecoderLayer:
         """One block."""
@@ -130,8 +143,10 @@ class _Loader:
         weight = self.reader.vector(self.reader.name(role, i) + ".weight", length)
         return (weight + self.model.norm_weight_offset).to(self.target.device)
 
-    def linear(self, matrices: Sequence[Matrix], *, bias: bool = False, gated: bool = False) -> LinearWeight:
-        """The matrices stacked into one packed weight, with the biases beside them."""
+    def linear(
+        self, role: str, i: int, matrices: Sequence[Matrix], *, bias: bool = False, gated: bool = False, expert: int = 0
+    ) -> LinearWeight:
+        """The matrices of a role in layer ``i``, stacked into one packed weight, with the biases beside them."""
         height, width = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
         shape = LinearShape(out_features=height, in_features=width, bias=bias, gated=gated)
         weight = method(choose(matrices, self.target)).create(shape, matrices, self.target)
@@ -156,8 +171,8 @@ class _Loader:
             ]
         o = reader.matrix(reader.name("o", i), (hidden, model.num_heads * dim), Shard.COLUMNS)
         return Attention(
-            qkv=self.linear(qkv, bias=model.qkv_bias),
-            o=self.linear([o], bias=model.o_bias),
+            qkv=self.linear("qkv", i, qkv, bias=model.qkv_bias),
+            o=self.linear("o", i, [o], bias=model.o_bias),
             spec=self.spec(i, layer),
         )
 
@@ -209,24 +224,25 @@ class _Loader:
             gate_up = [reader.matrix(reader.name(role, i), (inner, hidden), Shard.ROWS) for role in ("gate", "up")]
         down = reader.matrix(reader.name("down", i), (hidden, inner), Shard.COLUMNS)
         return GatedMLP(
-            gate_up=self.linear(gate_up, bias=model.mlp_bias, gated=True),
-            down=self.linear([down], bias=model.mlp_bias),
+            gate_up=self.linear("gate_up", i, gate_up, bias=model.mlp_bias, gated=True),
+            down=self.linear("down", i, [down], bias=model.mlp_bias),
             activation=model.hidden_act,
+            down_hadamard=self.down_hadamard(down.shape[1]),
         )
 
     def experts(self, i: int, moe: MoeConfig) -> Experts:
         """The router and its experts."""
         reader, inner, hidden = self.reader, moe.intermediate_size, self.model.hidden_size
-        router = self.linear([reader.matrix(reader.name("router", i), (moe.num_experts, hidden))])
+        router = self.linear("router", i, [reader.matrix(reader.name("router", i), (moe.num_experts, hidden))])
         gate_up, down = [], []
         for e in range(moe.num_experts):
             pair = [
                 reader.expert(role, i, e, moe.num_experts, (inner, hidden), Shard.ROWS)
                 for role in ("expert_gate", "expert_up")
             ]
-            gate_up.append(self.linear(pair, gated=True))
+            gate_up.append(self.linear("gate_up", i, pair, gated=True, expert=e))
             out = reader.expert("expert_down", i, e, moe.num_experts, (hidden, inner), Shard.COLUMNS)
-            down.append(self.linear([out]))
+            down.append(self.linear("down", i, [out], expert=e))
         return Experts(
             moe=MoeWeights(
                 router=router,
@@ -235,5 +251,14 @@ class _Loader:
                 experts_per_token=moe.num_experts_per_token,
                 renormalize=moe.renormalize,
                 activation=self.model.hidden_act,
+                down_hadamard=self.down_hadamard(down[0].in_features),
             )
         )
+
+    def down_hadamard(self, width: int) -> int:
+        """Block of the transform on the inputs of a down projection; none unless weights are converted."""
+        return 0
+
+    def before_head(self) -> LinearWeight | None:
+        """What the final hidden states go through before a head that was not made for them; none here."""
+        return None

@@ -15,7 +15,6 @@ import torch
 
 from pagemill.models.checkpoint import StoredTensor
 from pagemill.models.gguf_blocks import BLOCK_FORMATS, Codes
-from pagemill.models.mapped_file import Bytes
 
 __all__ = ["Matrix"]
 
@@ -86,7 +85,7 @@ class Matrix:
             minimum = None if codes.minimum is None else codes.minimum.reshape(rows, -1)
             yield at, Codes(codes.q.reshape(rows, -1), codes.scale.reshape(rows, -1), minimum, codes.zero)
 
-    def _block_rows(self) -> Iterator[tuple[int, Bytes]]:
+    def _block_rows(self) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
         """The bytes of a few rows at a time [n, bytes of the columns taken], with the row each piece starts at."""
         form = BLOCK_FORMATS[self.stored.type]
         height, width = self.stored.shape[-2:]

@@ -16,10 +16,11 @@ import torch.nn.functional as F
 
 from pagemill import _native
 from pagemill.models.gguf_blocks import BLOCK_FORMATS
+from pagemill.quant.int8 import round_rows
 from pagemill.quant.matrix import Matrix
 from pagemill.quant.method import LinearShape, Target
 
-__all__ = ["NativeDenseMethod", "NativeGroupMethod", "NativeWeight"]
+__all__ = ["NativeDenseMethod", "NativeGroupMethod", "NativeInt8Weight", "NativeWeight", "native_dense"]
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,32 @@ class NativeDenseMethod:
             "f32" if float32 else "bf16", shape.out_features, shape.in_features, gated=shape.gated, bias=shape.bias
         )
         return _DenseWeight(packed, shape)
+
+
+def native_dense(matrix: torch.Tensor) -> NativeWeight:
+    """A computed matrix [out_features, in_features], as float32."""
+    shape = LinearShape(out_features=matrix.shape[0], in_features=matrix.shape[1])
+    weight = NativeWeight(_native.PackedLinear("f32", *matrix.shape), shape)
+    weight.packed.write_floats(0, matrix.float().contiguous())
+    return weight
+
+
+class NativeInt8Weight(NativeWeight):
+    """A matrix of int8 with one scale per output."""
+
+    def __init__(self, shape: LinearShape) -> None:
+        packed = _native.PackedLinear("int8", shape.out_features, shape.in_features, gated=shape.gated, bias=shape.bias)
+        super().__init__(packed, shape)
+
+    def write(self, row: int, q: torch.Tensor, scale: torch.Tensor) -> None:
+        """Rows from ``row`` on: int8 [n, in_features], float32 [n]."""
+        self.packed.write_int8(row, q, scale)
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """x W^T + bias in x's type, x rounded to int8 row by row, as the kernel does."""
+        rounded, scale = round_rows(x)
+        product = F.linear(rounded.float(), self.dequantize()) * scale[:, None]
+        return (product if self.bias is None else product + self.bias).to(x.dtype)
 
 
 class _GroupWeight(NativeWeight):
