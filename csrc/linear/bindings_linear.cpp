@@ -119,10 +119,20 @@ void write_bias_values(PackedLinear& w, int64_t first, const FloatVector& bias) 
   write_bias(w, first, static_cast<int64_t>(bias.shape(0)), bias.data());
 }
 
-void unpack_into(const PackedLinear& w, nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> out) {
-  check_shape(out, w.gated ? 2 * w.n : w.n, w.k, "out");
+void check_indices(const RowIndices& rows, int64_t limit) {
+  for (size_t i = 0; i < rows.shape(0); ++i) {
+    if (rows.data()[i] < 0 || rows.data()[i] >= limit) fail("rows holds an index outside 0 .. " + std::to_string(limit));
+  }
+}
+
+void unpack_into(const PackedLinear& w, nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> out,
+                 std::optional<RowIndices> rows) {
+  const int64_t stored = w.gated ? 2 * w.n : w.n;
+  const int64_t count = rows ? static_cast<int64_t>(rows->shape(0)) : stored;
+  check_shape(out, count, w.k, "out");
+  if (rows) check_indices(*rows, stored);
   nb::gil_scoped_release release;
-  unpack(w, out.data());
+  unpack(w, rows ? rows->data() : nullptr, count, out.data());
 }
 
 // Scratch of the Python entry points, which are called from one thread at a time per thread: kept between calls.
@@ -137,11 +147,7 @@ void linear(const FloatMatrix& x, const PackedLinear& w, const FloatOut& out, st
   const int64_t count = rows ? static_cast<int64_t>(rows->shape(0)) : dim(x, 0);
   check_shape(x, dim(x, 0), w.k, "x");
   check_shape(out, count, w.n, "out");
-  if (rows) {
-    for (int64_t i = 0; i < count; ++i) {
-      if (rows->data()[i] < 0 || rows->data()[i] >= dim(x, 0)) fail("rows holds an index outside x");
-    }
-  }
+  if (rows) check_indices(*rows, dim(x, 0));
   const int64_t ldx = row_stride(x, "x"), ldo = row_stride(out, "out");
   const Gate chosen = gate_by_name(gate);
   nb::gil_scoped_release release;
@@ -155,8 +161,9 @@ void linear(const FloatMatrix& x, const PackedLinear& w, const FloatOut& out, st
   });
 }
 
-// Seconds of the quickest of `repeats` runs of linear_run alone (activations ready), inside one parallel region, walking
-// round the `copies` so that weights come from where they would in a model. For the benchmarks.
+// Seconds that linear_run takes for one of `copies`, inside one parallel region; for the benchmarks. Each of the copies
+// is timed by itself `repeats` times, one after the other, so that its weights come from where they would in a model; the
+// result is the mean over the copies of each one's quickest time, which a busy machine disturbs least.
 double time_linear(const nb::list& copies, int64_t rows, int64_t repeats, bool prepare) {
   std::vector<const PackedLinear*> weights;
   for (nb::handle h : copies) weights.push_back(&nb::cast<const PackedLinear&>(h));
@@ -168,25 +175,27 @@ double time_linear(const nb::list& copies, int64_t rows, int64_t repeats, bool p
   const Activation act = activation_at(memory.as<>(), kind, rows, w.k);
   std::vector<float> x(static_cast<size_t>(rows * w.k)), out(static_cast<size_t>(rows * w.n));
   for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i % 7) - 3;
-  double best = 1e30;
+  std::vector<double> best(weights.size(), 1e30);
   parallel([&](Team& team) {
     prepare_rows(team, x.data(), w.k, nullptr, act);
     team.barrier();
     for (int64_t i = 0; i < repeats; ++i) {
-      const auto begin = std::chrono::steady_clock::now();
-      for (const PackedLinear* each : weights) {
+      for (size_t c = 0; c < weights.size(); ++c) {
+        const auto begin = std::chrono::steady_clock::now();
         if (prepare) {
           prepare_rows(team, x.data(), w.k, nullptr, act);
           team.barrier();
         }
-        linear_run(team, {act, each, out.data(), each->n, false, Gate::silu});
+        linear_run(team, {act, weights[c], out.data(), w.n, false, Gate::silu});
         team.barrier();
+        const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+        if (team.rank() == 0 && took.count() < best[c]) best[c] = took.count();
       }
-      const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
-      if (team.rank() == 0 && took.count() < best) best = took.count();
     }
   });
-  return best / static_cast<double>(weights.size());
+  double total = 0;
+  for (double seconds : best) total += seconds;
+  return total / static_cast<double>(weights.size());
 }
 
 using Int8Out = nb::ndarray<int8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -251,7 +260,7 @@ void register_linear(nb::module_& m) {
       .def("write_groups", &write_groups, nb::arg("first"), nb::arg("q"), nb::arg("scale"),
            nb::arg("min").none() = nb::none(), nb::arg("zero") = 8)
       .def("write_bias", &write_bias_values, nb::arg("first"), nb::arg("bias"))
-      .def("unpack", &unpack_into, nb::arg("out"))
+      .def("unpack", &unpack_into, nb::arg("out"), nb::arg("rows").none() = nb::none())
       .def_prop_ro("kind", [](const PackedLinear& w) { return kind_name(w.kind); })
       .def_ro("n", &PackedLinear::n)
       .def_ro("k", &PackedLinear::k)

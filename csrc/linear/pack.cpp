@@ -222,33 +222,33 @@ void write_bias(PackedLinear& w, int64_t first, int64_t count, const float* bias
   for (int64_t i = 0; i < count; ++i) w.bias.as<float>()[packed_column(w, first + i)] = bias[i];
 }
 
-void unpack(const PackedLinear& packed, float* out) {
+void unpack_row(const PackedLinear& packed, int64_t row, float* out) {
   PackedLinear& w = const_cast<PackedLinear&>(packed);  // only read; the address functions are shared with writing
-  for_rows(w.gated ? 2 * w.n : w.n, [&](int64_t i) {
-    const int64_t c = packed_column(w, i);
-    const float column = w.column_scale.as<float>()[c];
-    for (int64_t k = 0; k < w.k; ++k) {
-      float value = 0;
-      if (w.kind == WeightKind::f32) {
-        std::memcpy(&value, at(w, c, k, 1, 4), 4);
-      } else if (w.kind == WeightKind::bf16) {
-        uint16_t bits;
-        std::memcpy(&bits, at(w, c, k, 2, 2), 2);
-        value = bf16_to_float(bits);
-      } else if (w.kind == WeightKind::int8) {
-        value = static_cast<float>(*reinterpret_cast<uint8_t*>(at(w, c, k, 4, 1)) - 128) * column;
-      } else {
-        const bool four = w.kind == WeightKind::group4;
-        const int q = four ? *nibble_at(w, c, k) >> (k % 8 < 4 ? 0 : 4) & 15
-                           : *reinterpret_cast<uint8_t*>(at(w, c, k, 4, 1));
-        const uint16_t* place = scale_at(w, c, k / w.group);
-        const float scale = half_to_float(place[0]) * column;
-        value = w.has_min ? scale * static_cast<float>(q) + half_to_float(place[kPanel]) * column
-                          : scale * static_cast<float>(q - (four ? 8 : 128));
-      }
-      out[i * w.k + k] = value;
+  const int64_t c = packed_column(w, row);
+  const float column = w.column_scale.as<float>()[c];
+  for (int64_t k = 0; k < w.k; ++k) {
+    if (w.kind == WeightKind::f32) {
+      std::memcpy(out + k, at(w, c, k, 1, 4), 4);
+    } else if (w.kind == WeightKind::bf16) {
+      uint16_t bits;
+      std::memcpy(&bits, at(w, c, k, 2, 2), 2);
+      out[k] = bf16_to_float(bits);
+    } else if (w.kind == WeightKind::int8) {
+      out[k] = static_cast<float>(*reinterpret_cast<uint8_t*>(at(w, c, k, 4, 1)) - 128) * column;
+    } else {
+      const bool four = w.kind == WeightKind::group4;
+      const int q = four ? *nibble_at(w, c, k) >> (k % 8 < 4 ? 0 : 4) & 15
+                         : *reinterpret_cast<uint8_t*>(at(w, c, k, 4, 1));
+      const uint16_t* place = scale_at(w, c, k / w.group);
+      const float scale = half_to_float(place[0]) * column;
+      out[k] = w.has_min ? scale * static_cast<float>(q) + half_to_float(place[kPanel]) * column
+                         : scale * static_cast<float>(q - (four ? 8 : 128));
     }
-  });
+  }
+}
+
+void unpack(const PackedLinear& w, const int32_t* rows, int64_t count, float* out) {
+  for_rows(count, [&](int64_t i) { unpack_row(w, rows != nullptr ? rows[i] : i, out + i * w.k); });
 }
 
 }  // namespace pm

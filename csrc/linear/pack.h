@@ -43,7 +43,9 @@ void write_group_rows(PackedLinear& w, int64_t first, int64_t count, const uint8
                       const float* min, int zero);
 void write_bias(PackedLinear& w, int64_t first, int64_t count, const float* bias);
 
-// The weights as stored, dequantised, in source order: out [rows, k]. For tests and for the reference op.
-void unpack(const PackedLinear& w, float* out);
+// The weights as stored, dequantised: one source row [k]; or source rows rows[0 .. count) (all in order when null) into
+// out [count, k]. An embedding lookup; tests.
+void unpack_row(const PackedLinear& w, int64_t row, float* out);
+void unpack(const PackedLinear& w, const int32_t* rows, int64_t count, float* out);
 
 }  // namespace pm

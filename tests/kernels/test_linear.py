@@ -28,7 +28,9 @@ class Case:
     bias: torch.Tensor | None
 
 
-def make(kind: str, rows: int, k: int, *, gated: bool = False, bias: bool = False, group: int = 32, seed: int = 0) -> Case:
+def make(
+    kind: str, rows: int, k: int, *, gated: bool = False, bias: bool = False, group: int = 32, seed: int = 0
+) -> Case:
     gen = torch.Generator().manual_seed(seed)
     base, _, rest = kind.partition("_")
     if rest.startswith("16"):
@@ -240,6 +242,9 @@ def test_unpacking_gives_back_what_was_stored(kind: str, gated: bool) -> None:
     out = torch.empty(34, 77)
     case.packed.unpack(out)
     assert torch.allclose(out.double(), case.dense, rtol=1e-6, atol=1e-9)
+    some = torch.empty(3, 77)
+    case.packed.unpack(some, rows=torch.tensor([33, 0, 20], dtype=torch.int32))
+    assert torch.equal(some, out[[33, 0, 20]])
 
 
 def test_rows_of_several_sources_share_one_packed_matrix() -> None:

@@ -1,0 +1,131 @@
+"""The native CPU kernels (csrc/). Arrays are torch CPU tensors or numpy arrays, contiguous along their last axis.
+
+ValueError for what does not fit, with the value and the limit. Every call that computes releases the GIL.
+"""
+
+from typing import Any, Literal
+
+Array = Any
+"""torch.Tensor on the CPU, or numpy.ndarray."""
+
+# ------------------------------------------------------------------------------------- instruction sets, threads
+
+def isa() -> str:
+    """The instruction set in force: the strongest of available_isas() until set_isa() is called."""
+
+def available_isas() -> list[str]:
+    """What this build and this CPU have, weakest first, of portable, avx2, avxvnni, avx512, avx512bf16."""
+
+def set_isa(name: str) -> None:
+    """Choose another one. Packed weights stay valid; a recorded program must be recorded again."""
+
+def num_threads() -> int:
+    """Threads that a kernel runs on, the caller included."""
+
+def set_num_threads(n: int) -> None:
+    """1 to 256. Results do not depend on it."""
+
+def usable_cores() -> int:
+    """Physical cores that affinity and the cgroup's CPU quota leave to this process: num_threads() at the start."""
+
+def measure_ceiling(kind: Literal["int8", "bf16", "f32", "read"], seconds: float = 0.3, bytes: int = 1 << 28) -> float:
+    """The most this machine does on num_threads() threads under the instruction set in force.
+
+    Operations a second (multiplications and additions) of int8 or bfloat16 dot products or float32 fused
+    multiply-adds, 0.0 where the set has none; for "read" bytes a second from ``bytes`` of memory. Best of several tries.
+    """
+
+def team_selftest(rounds: int, tasks: int) -> int:
+    """Tasks that the thread pool ran not exactly once: 0."""
+
+# ------------------------------------------------------------------------------------- matrix products
+
+class PackedLinear:
+    """A weight matrix W [rows, k], packed once for all instruction sets and written as it streams in.
+
+    kind      w as stored                            x as multiplied
+    f32       float32                                float32
+    bf16      bfloat16                               bfloat16, or float32 where the CPU has no bf16 dot product
+    int8      scale[row] * int8                      int8, one scale per token
+    group4    4-bit integers, scale (and minimum)    int8, one scale per 32 values
+              per ``group`` of 32, 64, 128 ...
+    group8    8-bit integers; group may be 16, too   int8, one scale per 32 values
+
+    ``gated``: rows [0, rows / 2) are the gate, the rest the up projection; linear() stores act(gate) * up.
+    """
+
+    def __init__(
+        self,
+        kind: Literal["f32", "bf16", "int8", "group4", "group8"],
+        rows: int,
+        k: int,
+        *,
+        gated: bool = False,
+        bias: bool = False,
+        group: int = 0,
+        has_min: bool = False,
+    ) -> None: ...
+    def write_floats(self, first: int, rows: Array) -> None:
+        """Rows [n, k] float32, float16 or bfloat16 into rows ``first`` and on of an f32, bf16 or int8 matrix.
+
+        int8: scale = absmax / 127 of each row, rounded to nearest even.
+        """
+
+    def write_int8(self, first: int, q: Array, scale: Array) -> None:
+        """q [n, k] int8 with scale [n] float32."""
+
+    def write_groups(self, first: int, q: Array, scale: Array, min: Array | None = None, zero: int = 8) -> None:
+        """q [n, k] uint8, one value a byte; scale and min [n, ceil(k / group)] float32. Each row once.
+
+        w = scale * q + min, or scale * (q - zero) without minima: zero is 8 for group4; for group8 q - zero must fit
+        int8. Scales are kept as float16 times a power of two per row: float16 scales exactly, others to 11 bits.
+        """
+
+    def write_bias(self, first: int, bias: Array) -> None:
+        """bias [n] float32."""
+
+    def unpack(self, out: Array, rows: Array | None = None) -> None:
+        """The weights as stored into out [rows, k] float32; or only the source rows ``rows`` [n] int32."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def n(self) -> int:
+        """Outputs: rows, or rows / 2 when gated."""
+
+    @property
+    def k(self) -> int: ...
+    @property
+    def gated(self) -> bool: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def has_min(self) -> bool: ...
+    @property
+    def nbytes(self) -> int: ...
+
+def linear(
+    x: Array,
+    w: PackedLinear,
+    out: Array,
+    *,
+    rows: Array | None = None,
+    accumulate: bool = False,
+    gate: Literal["silu", "gelu_tanh"] = "silu",
+) -> None:
+    """out [M, n] = x [M, k] · Wᵀ + bias, float32; with ``rows`` [M] int32, of those rows of x only.
+
+    ``accumulate`` adds into out, the residual stream. A row of out depends on its row of x alone, bit for bit.
+    """
+
+def time_linear(copies: list[PackedLinear], rows: int, repeats: int, prepare: bool = False) -> float:
+    """Seconds of one product with ``rows`` rows, mean over the copies of each one's quickest time. For benchmarks."""
+
+def quantize_token(x: Array, q: Array, scale: Array, sum: Array) -> None:
+    """x [M, k] float32 -> q [M, k] int8 = round(x * 127 / absmax), scale [M, 1] float32, sum of q [M, 1] int32."""
+
+def quantize_group(x: Array, q: Array, scale: Array, sum: Array) -> None:
+    """The same per 32 values: scale and sum [M, ceil(k / 32)]."""
+
+def hadamard(x: Array, block: int) -> None:
+    """x [M, k] float32 in place: each ``block`` of values times the orthonormal Walsh-Hadamard matrix (a power of 2)."""
