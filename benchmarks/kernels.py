@@ -2,9 +2,9 @@
 
     python benchmarks/kernels.py [--isa avx2] [--threads 2] [--kinds int8,group4] [--rows 1,60] [--json out.json]
 
-For each kind of weights, shape and number of rows: the time of one product (activations ready; with --prepare also their
-quantisation), operations a second against the dot-product ceiling, and bytes of weights a second against the memory
-ceiling. Weights are taken in turn from as many copies as make them come from memory ("cold", as in a model) when there
+For each kind of weights, shape and number of rows: the time of one product (activations ready; with --prepare their
+quantisation, too), operations a second against the dot-product ceiling, and bytes of weights a second against the
+memory ceiling. Weights are taken in turn from as many copies as make them come from memory ("cold", as in a model) when there
 are few rows, and from one ("warm") otherwise.
 """
 
@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,13 +53,13 @@ def pack(kind: str, rows: int, k: int, gated: bool) -> _native.PackedLinear:
             continue
         q = torch.randint(0, 16, (n, k), dtype=torch.uint8)
         scale = torch.rand(n, -(-k // group)) / 64
-        w.write_groups(first, q, scale, min=-scale if w.has_min else None, zero=8)
+        w.write_groups(first, q, scale, minimum=-scale if w.has_min else None, zero=8)
     return w
 
 
 def measure(
     kind: str, shape: str, rows: int, budget_s: float, prepare: bool, ceilings: dict[str, float]
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """One product: JSON with time, rates and shares of the ceilings."""
     n, k, gated = SHAPES[shape]
     first = pack(kind, n, k, gated)
@@ -93,7 +94,7 @@ def main() -> None:
     _native.set_isa(args.isa)
     _native.set_num_threads(args.threads)
     ceilings = {kind: _native.measure_ceiling(kind, 1.0) for kind in ("int8", "bf16", "f32")}
-    ceilings["read_memory"] = _native.measure_ceiling("read", 2.0, 1 << 30)
+    ceilings["read_memory"] = _native.measure_ceiling("read", 3.0, 1 << 28)
     ceilings["read_l3"] = _native.measure_ceiling("read", 0.5, 16 << 20)
     print(
         f"{args.isa}, {args.threads} threads; ceilings: ",

@@ -72,7 +72,7 @@ void register_core(nb::module_& m) {
           nb::gil_scoped_release release;
           return measure_ceiling(kind.c_str(), seconds, bytes);
         },
-        nb::arg("kind"), nb::arg("seconds") = 0.3, nb::arg("bytes") = int64_t{1} << 28);
+        nb::arg("kind"), nb::arg("seconds") = 0.3, nb::arg("size") = int64_t{1} << 28);
   m.def("team_selftest", &team_selftest, nb::arg("rounds"), nb::arg("tasks"),
         nb::call_guard<nb::gil_scoped_release>());
 }

@@ -258,7 +258,7 @@ void register_linear(nb::module_& m) {
       .def("write_floats", &write_floats, nb::arg("first"), nb::arg("rows"))
       .def("write_int8", &write_int8, nb::arg("first"), nb::arg("q"), nb::arg("scale"))
       .def("write_groups", &write_groups, nb::arg("first"), nb::arg("q"), nb::arg("scale"),
-           nb::arg("min").none() = nb::none(), nb::arg("zero") = 8)
+           nb::arg("minimum").none() = nb::none(), nb::arg("zero") = 8)
       .def("write_bias", &write_bias_values, nb::arg("first"), nb::arg("bias"))
       .def("unpack", &unpack_into, nb::arg("out"), nb::arg("rows").none() = nb::none())
       .def_prop_ro("kind", [](const PackedLinear& w) { return kind_name(w.kind); })
@@ -271,8 +271,8 @@ void register_linear(nb::module_& m) {
   m.def("linear", &linear, nb::arg("x"), nb::arg("w"), nb::arg("out"), nb::kw_only(),
         nb::arg("rows").none() = nb::none(), nb::arg("accumulate") = false, nb::arg("gate") = "silu");
   m.def("time_linear", &time_linear, nb::arg("copies"), nb::arg("rows"), nb::arg("repeats"), nb::arg("prepare") = false);
-  m.def("quantize_token", &quantize_token, nb::arg("x"), nb::arg("q"), nb::arg("scale"), nb::arg("sum"));
-  m.def("quantize_group", &quantize_group, nb::arg("x"), nb::arg("q"), nb::arg("scale"), nb::arg("sum"));
+  m.def("quantize_token", &quantize_token, nb::arg("x"), nb::arg("q"), nb::arg("scale"), nb::arg("total"));
+  m.def("quantize_group", &quantize_group, nb::arg("x"), nb::arg("q"), nb::arg("scale"), nb::arg("total"));
   m.def("hadamard", &hadamard, nb::arg("x"), nb::arg("block"));
 }
 

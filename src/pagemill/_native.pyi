@@ -28,11 +28,12 @@ def set_num_threads(n: int) -> None:
 def usable_cores() -> int:
     """Physical cores that affinity and the cgroup's CPU quota leave to this process: num_threads() at the start."""
 
-def measure_ceiling(kind: Literal["int8", "bf16", "f32", "read"], seconds: float = 0.3, bytes: int = 1 << 28) -> float:
+def measure_ceiling(kind: Literal["int8", "bf16", "f32", "read"], seconds: float = 0.3, size: int = 1 << 28) -> float:
     """The most this machine does on num_threads() threads under the instruction set in force.
 
     Operations a second (multiplications and additions) of int8 or bfloat16 dot products or float32 fused
-    multiply-adds, 0.0 where the set has none; for "read" bytes a second from ``bytes`` of memory. Best of several tries.
+    multiply-adds, 0.0 where the set has none; for "read" bytes a second from ``size`` bytes of memory. Best of several
+    tries.
     """
 
 def team_selftest(rounds: int, tasks: int) -> int:
@@ -74,11 +75,11 @@ class PackedLinear:
     def write_int8(self, first: int, q: Array, scale: Array) -> None:
         """q [n, k] int8 with scale [n] float32."""
 
-    def write_groups(self, first: int, q: Array, scale: Array, min: Array | None = None, zero: int = 8) -> None:
-        """q [n, k] uint8, one value a byte; scale and min [n, ceil(k / group)] float32. Each row once.
+    def write_groups(self, first: int, q: Array, scale: Array, minimum: Array | None = None, zero: int = 8) -> None:
+        """q [n, k] uint8, one value a byte; scale and minimum [n, ceil(k / group)] float32. Each row once.
 
-        w = scale * q + min, or scale * (q - zero) without minima: zero is 8 for group4; for group8 q - zero must fit
-        int8. Scales are kept as float16 times a power of two per row: float16 scales exactly, others to 11 bits.
+        w = scale * q + minimum, or scale * (q - zero) without minima: zero is 8 for group4; for group8 q - zero must
+        fit int8. Scales are kept as float16 times a power of two per row: float16 scales exactly, others to 11 bits.
         """
 
     def write_bias(self, first: int, bias: Array) -> None:
@@ -121,11 +122,11 @@ def linear(
 def time_linear(copies: list[PackedLinear], rows: int, repeats: int, prepare: bool = False) -> float:
     """Seconds of one product with ``rows`` rows, mean over the copies of each one's quickest time. For benchmarks."""
 
-def quantize_token(x: Array, q: Array, scale: Array, sum: Array) -> None:
+def quantize_token(x: Array, q: Array, scale: Array, total: Array) -> None:
     """x [M, k] float32 -> q [M, k] int8 = round(x * 127 / absmax), scale [M, 1] float32, sum of q [M, 1] int32."""
 
-def quantize_group(x: Array, q: Array, scale: Array, sum: Array) -> None:
+def quantize_group(x: Array, q: Array, scale: Array, total: Array) -> None:
     """The same per 32 values: scale and sum [M, ceil(k / 32)]."""
 
 def hadamard(x: Array, block: int) -> None:
-    """x [M, k] float32 in place: each ``block`` of values times the orthonormal Walsh-Hadamard matrix (a power of 2)."""
+    """x [M, k] float32 in place: each ``block`` of values (a power of 2) times the orthonormal Hadamard matrix."""

@@ -56,7 +56,7 @@ def make(
         groups = -(-k // group)
         scale = (torch.rand(rows, groups, generator=gen) / 64).half().float()
         minimum = (torch.randn(rows, groups, generator=gen) / 8).half().float() if has_min else None
-        packed.write_groups(0, q, scale, min=minimum, zero=zero)
+        packed.write_groups(0, q, scale, minimum=minimum, zero=zero)
         spread = scale.repeat_interleave(group, 1)[:, :k].double()
         if minimum is not None:
             dense = q.double() * spread + minimum.repeat_interleave(group, 1)[:, :k].double()
@@ -226,7 +226,9 @@ def test_extreme_integers_do_not_saturate(isa: str) -> None:
         assert out.tolist() == [[-128 * 127 * k * sign, 127 * 127 * k * sign, -127 * 127 * k * sign, 127 * k * sign]]
     for bits, high in (("group4", 15), ("group8", 255)):
         packed = native.PackedLinear(bits, 1, k, group=32, has_min=True)
-        packed.write_groups(0, torch.full((1, k), high, dtype=torch.uint8), torch.ones(1, 32), min=torch.zeros(1, 32))
+        packed.write_groups(
+            0, torch.full((1, k), high, dtype=torch.uint8), torch.ones(1, 32), minimum=torch.zeros(1, 32)
+        )
         for sign in (1.0, -1.0):
             out = run(Case(packed, torch.empty(0), None), torch.full((1, k), sign * 127.0))
             assert out.item() == sign * high * 127 * k
