@@ -69,20 +69,18 @@ class Sampler:
         ``rows`` [R]: permanent rows; ``positions`` [R]: index in its sequence of the token to draw; ``mask`` int32
         [R, ceil(V / 32)]: allowed tokens by bit, lowest first.
         """
-        lowest, highest = torch.aminmax(logits, dim=-1)
-        bad = ~(torch.isfinite(lowest) & torch.isfinite(highest))
-        non_finite = np.asarray(bad.cpu().numpy())
+        tokens, lowest, highest = _extremes(logits)
+        non_finite = ~(np.isfinite(lowest) & np.isfinite(highest))
         if non_finite.any():
-            logits[bad] = 0.0
+            logits[torch.from_numpy(non_finite).to(logits.device)] = 0.0
         asked = np.flatnonzero(self.table.num_logprobs[rows] >= 0)
         raw = logits[torch.from_numpy(asked).to(logits.device)] if len(asked) else None
-        changed = self._change(logits, rows, mask)
-        tokens = np.asarray(logits.argmax(dim=-1).cpu().numpy())
-        if changed:  # every token forbidden: nothing can be chosen
-            nothing = torch.isneginf(logits.amax(dim=-1))
-            if bool(nothing.any()):
-                non_finite = non_finite | nothing.cpu().numpy()
-                logits[nothing] = 0.0
+        if self._change(logits, rows, mask):
+            tokens, _, highest = _extremes(logits)
+            nothing = np.isneginf(highest)  # every token is forbidden
+            if nothing.any():
+                non_finite |= nothing
+                logits[torch.from_numpy(nothing).to(logits.device)] = 0.0
         drawn = np.flatnonzero(~self.table.greedy[rows])
         if len(drawn):
             tokens[drawn] = self._draw(logits, drawn, rows[drawn], positions[drawn])
@@ -138,6 +136,16 @@ class Sampler:
         for i, entry in zip(asked.tolist(), wanted, strict=True):
             found[i] = entry
         return found
+
+
+def _extremes(logits: torch.Tensor) -> tuple[Rows, NDArray[np.float32], NDArray[np.float32]]:
+    """Of each row of logits [R, V]: the first of the best tokens, the lowest and the highest logit (NaN if any is)."""
+    if logits.device.type == "cpu":  # numpy's are several times faster than torch's there
+        values: NDArray[np.float32] = logits.numpy()
+        best = values.argmax(axis=1)
+        return best, values.min(axis=1, initial=np.inf), np.take_along_axis(values, best[:, None], 1)[:, 0]
+    lowest, highest = torch.aminmax(logits, dim=-1)
+    return logits.argmax(dim=-1).cpu().numpy(), lowest.cpu().numpy(), highest.cpu().numpy()
 
 
 def _chosen(values: NDArray[np.generic], where: NDArray[np.bool_]) -> list[tuple[Rows, NDArray[np.generic]]]:

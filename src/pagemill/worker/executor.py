@@ -6,8 +6,10 @@ order, each timed. Knows nothing of requests' text or of sockets.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +25,7 @@ from pagemill.core.messages import SchedulerOutput, StepResult
 from pagemill.errors import ConfigError, EngineError
 from pagemill.memory_plan import MemoryPlan, activation_bytes, kv_specs, plan_memory
 from pagemill.model_config import ModelConfig
-from pagemill.models.checkpoint import open_checkpoint
+from pagemill.models.checkpoint import Checkpoint, open_checkpoint
 from pagemill.models.decoder import Decoder
 from pagemill.models.loader import load_model
 from pagemill.models.sources import ModelSource, resolve_source
@@ -101,7 +103,8 @@ class InprocExecutor:
         native = _use_native(config, platform)
         with phases("load"):
             torch.set_num_threads(1 if native else config.num_threads or platform.num_threads())
-            decoder = load_model(checkpoint, config, native=native, device=platform.device)
+            loading = config if native else _plain_where_it_fits(config, checkpoint, memory)
+            decoder = load_model(checkpoint, loading, native=native, device=platform.device)
             checkpoint.close()
         with phases("plan"):
             plan, kv_dtype = _plan(config, decoder, platform, memory)
@@ -188,6 +191,18 @@ def _why_not_native(platform: Platform) -> str | None:
     except ImportError as error:
         return f"they were not built: {error}"
     return "no program runs on them yet"
+
+
+def _plain_where_it_fits(config: EngineConfig, checkpoint: Checkpoint, memory: MemoryInfo) -> EngineConfig:
+    """PyTorch cannot multiply with a GGUF file's blocks: keep their numbers, unless that takes half the memory."""
+    if config.dtype != "auto" or checkpoint.format != "gguf":
+        return config
+    plain_bytes = 4 * sum(math.prod(checkpoint.tensor(name).shape) for name in checkpoint.names())
+    if plain_bytes > memory.available_bytes // 2:
+        log.warning("weights: %.1f GiB as float32 is too much; each step unpacks them anew", plain_bytes / 2**30)
+        return config
+    log.info("weights: as float32, which PyTorch's functions need")
+    return dataclasses.replace(config, dtype="float32")
 
 
 def _plan(
