@@ -10,7 +10,7 @@ import pytest
 
 from pagemill.config import EngineConfig
 from pagemill.engine.offline import LLM
-from pagemill.errors import PromptTooLongError, RequestError
+from pagemill.errors import ConfigError, PromptTooLongError, RequestError
 from pagemill.params import FinishReason, SamplingParams
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -33,6 +33,11 @@ def test_prompts_come_as_text_ids_or_dicts_alone_or_in_lists(llm: LLM) -> None:
     expected = together[0].outputs[0].token_ids
     assert len(expected) == 6
     assert all(output.outputs[0].token_ids == expected for output in [*together, *(each[0] for each in alone)])
+
+
+def test_an_unknown_engine_option_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'max_seqs'; known: .*max_num_seqs"):
+        LLM("any", max_seqs=3)
 
 
 def test_results_are_in_the_prompts_order_whatever_finishes_first(llm: LLM) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -164,6 +165,7 @@ class AsyncLLM:
             self.tokenizer, model_config=self.model_config, max_model_len=self.max_model_len, config=self.config
         )
         self._supervisor = asyncio.create_task(self._supervise(client))
+        gc.freeze()  # what was made while loading stays; the collector would walk it in the middle of streams
 
     def _connect(self, client: ProcessClient) -> None:
         self.facts = client.facts

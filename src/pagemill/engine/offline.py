@@ -23,7 +23,7 @@ from pagemill.engine.metrics import Metrics, RunStats
 from pagemill.engine.output import OutputKind, OutputProcessor, RequestState
 from pagemill.engine.text import ModelText
 from pagemill.engine.wire import StepOutputs
-from pagemill.errors import PagemillError, RequestError
+from pagemill.errors import ConfigError, PagemillError, RequestError
 from pagemill.models.sources import resolve_source
 from pagemill.models.tokenizer import Tokenizer
 from pagemill.params import FinishReason, RequestOutput, SamplingParams
@@ -46,6 +46,10 @@ class LLM:
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **fields: Any) -> None:
+        known = [field.name for field in dataclasses.fields(EngineConfig)]
+        for name in fields:
+            if name not in known:
+                raise ConfigError(f"unknown engine option {name!r}; known: {', '.join(known)}")
         self._open(EngineConfig(model=model, **fields))
 
     @classmethod
