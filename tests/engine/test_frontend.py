@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -90,6 +91,23 @@ async def test_a_slow_reader_gets_what_is_missing_in_one_piece(engine: AsyncLLM)
     await until(lambda: engine.metrics.num_open == 0)
     (output,) = [output async for output in stream]
     assert len(output.outputs[0].token_ids) == 100
+
+
+async def test_readers_that_vanish_at_any_point_leave_nothing_behind(engine: AsyncLLM) -> None:
+    draw = random.Random(0)
+
+    async def vanish(index: int) -> None:
+        async with aclosing(engine.generate([5 + index, 6, 7], LONG, "v", output_kind="delta")) as stream:
+            for _ in range(draw.randrange(4)):
+                await anext(stream)
+
+    for _ in range(4):
+        await asyncio.gather(*(vanish(index) for index in range(16)))
+    assert engine.metrics.num_open == 0
+    assert await engine.call("check_invariants") is None
+    stats = await engine.call("stats")
+    assert stats[4:7] == [0, 0, 0.0]
+    assert await collect(engine, "the fox", PARAMS)
 
 
 async def test_bad_requests_are_refused_at_once_and_the_next_is_served(engine: AsyncLLM) -> None:
