@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
+from hypothesis import HealthCheck, settings
+
 from pagemill.core.kv_cache import KVCacheSpec
 from pagemill.core.messages import EngineOutput, EngineRequest, NewRow, SchedulerOutput, StepResult
 from pagemill.core.scheduler import Scheduler
@@ -208,3 +210,13 @@ class Engine:
         assert not self.scheduler.has_work, f"still busy after {limit} steps"
         assert self.scheduler.kv.num_used_blocks == 0
         self.scheduler.check_invariants()
+
+
+def state_machine_settings(num_steps: int) -> settings:
+    """So many steps in all, in runs of 50; no deadline, since machines that run tests are busy."""
+    return settings(
+        max_examples=num_steps // 50,
+        stateful_step_count=50,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )

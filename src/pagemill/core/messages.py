@@ -110,7 +110,7 @@ class StepResult(msgspec.Struct, kw_only=True):
     """Requests whose logits held NaN or infinity; they got no token."""
 
 
-class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """Core -> front: what is new for one request."""
 
     request_id: str
