@@ -190,6 +190,7 @@ class Engine:
         if plan is None:
             return None
         self.plans.append(plan)
+        assert plan.total_num_tokens <= self.scheduler.max_num_batched_tokens
         self.scheduler.check_invariants()
         result = self.worker.execute(plan)
         between()
