@@ -204,6 +204,7 @@ class KVCacheManager:
             counts = [0] * pool.num_blocks
             for request in holders:
                 table, skipped = request.block_tables[group], request.num_skipped_blocks[group]
+                assert skipped == window_start(request.num_computed_tokens, spec.window, self.block_size)
                 assert all(block is NULL_BLOCK for block in table[:skipped])
                 assert len(table) * self.block_size == request.capacity
                 assert len(table) - skipped <= spec.max_blocks(len(request.token_ids), self.max_chunk)
