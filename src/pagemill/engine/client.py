@@ -179,6 +179,8 @@ class ProcessClient:
         except BaseException:
             await client.shutdown(timeout_s=0.0)
             raise
+        # Both ends are connected: without names in the file system nothing stays behind, however this process ends.
+        shutil.rmtree(client._folder, ignore_errors=True)
         return client
 
     @property
