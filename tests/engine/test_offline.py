@@ -118,7 +118,7 @@ def test_an_interrupt_leaves_the_engine_usable(llm: LLM) -> None:
 
 def test_the_progress_bar_counts_requests_and_tokens(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate([[5], [6]], PARAMS, use_tqdm=True)
-    shown = capsys.readouterr().out
+    shown = capsys.readouterr().err
     assert "2/2" in shown
     assert "tok/s" in shown
 

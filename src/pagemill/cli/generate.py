@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Self
@@ -25,7 +26,7 @@ from pagemill.errors import ConfigError, PagemillError, RequestError
 
 if TYPE_CHECKING:
     from pagemill.engine.offline import LLM, Prompt
-    from pagemill.params import SamplingParams
+    from pagemill.params import RequestOutput, SamplingParams
 
 __all__ = ["AnswerFile", "configure", "run"]
 
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
         with LLM.from_config(config) as llm:
             batch = _Batch(llm, answers, sampling_values(args))
-            batch.run(source)
+            batch.run(source, _num_lines(args.input))
     print(f"pagemill generate: {batch.summary()}", file=sys.stderr)
     return 1 if batch.num_failed else 0
 
@@ -67,6 +68,14 @@ def _open_input(name: str) -> BinaryIO:
         return Path(name).open("rb")
     except OSError as error:
         raise ConfigError(f"--input={name}: {error.strerror}") from None
+
+
+def _num_lines(name: str) -> int | None:
+    """Lines of the input, where it can be read twice."""
+    if name == "-" or not Path(name).is_file():
+        return None
+    with Path(name).open("rb") as file:
+        return sum(1 for line in file if line.strip())
 
 
 class AnswerFile:
@@ -152,17 +161,26 @@ class _Batch:
         self._num_tokens = 0
         self._start_s = time.monotonic()
 
-    def run(self, source: BinaryIO) -> None:
+    def run(self, source: BinaryIO, num_lines: int | None) -> None:
         """Answer every line that is not answered yet."""
-        for line, result in self._llm.complete(self._requests(source)):
-            error = result if isinstance(result, PagemillError) else None
-            if error is not None:
-                self._fail(line.number, line.custom_id, error)
-            else:
-                assert not isinstance(result, PagemillError)
-                self.num_done += 1
-                self._num_tokens += sum(len(each.token_ids) for each in result.outputs)
-                self._answers.write(answer(line, result, self._llm.text.name))
+        bar: AbstractContextManager[Any] = nullcontext()
+        if sys.stderr.isatty():
+            from pagemill.engine.progress import RequestProgress
+
+            bar = RequestProgress(num_lines, self._llm.metrics)
+        with bar as progress:
+            for line, result in self._llm.complete(self._requests(source)):
+                self._take(line, result)
+                if progress is not None:
+                    progress.update(len(self._answers.done) + self.num_done + self.num_failed)
+
+    def _take(self, line: BatchLine, result: RequestOutput | PagemillError) -> None:
+        if isinstance(result, PagemillError):
+            self._fail(line.number, line.custom_id, result)
+            return
+        self.num_done += 1
+        self._num_tokens += sum(len(each.token_ids) for each in result.outputs)
+        self._answers.write(answer(line, result, self._llm.text.name))
 
     def _requests(self, source: BinaryIO) -> Iterator[tuple[BatchLine, Prompt, SamplingParams]]:
         for number, raw in enumerate(source, start=1):

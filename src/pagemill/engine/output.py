@@ -350,11 +350,13 @@ class OutputProcessor:
 
 def _candidates(found: TokenLogprobs, vocabulary: Vocabulary, chosen_text: str) -> dict[int, Logprob]:
     """Candidates by id, the chosen one first and with the text that it completed."""
-    entry: dict[int, Logprob] = {}
-    for token_id, logprob, rank in found:
+    texts = vocabulary.texts
+    token_id, logprob, rank = found[0]
+    entry = {token_id: Logprob(logprob if logprob > MIN_LOGPROB else MIN_LOGPROB, rank, chosen_text)}
+    for token_id, logprob, rank in found[1:]:
         if token_id not in entry:
-            text = vocabulary.shown(token_id) if entry else chosen_text
-            entry[token_id] = Logprob(max(logprob, MIN_LOGPROB), rank, text)
+            text = texts.get(token_id) or vocabulary.shown(token_id)
+            entry[token_id] = Logprob(logprob if logprob > MIN_LOGPROB else MIN_LOGPROB, rank, text)
     return entry
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Self
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from pagemill.engine.metrics import Metrics
@@ -17,7 +18,7 @@ REDRAW_S = 0.1
 class RequestProgress:
     """Redrawn a few times a second by whoever drives the engine; no thread of its own takes time from the kernels."""
 
-    def __init__(self, total: int, metrics: Metrics) -> None:
+    def __init__(self, total: int | None, metrics: Metrics) -> None:
         self._metrics = metrics
         self._bar = Progress(
             TextColumn("requests"),
@@ -27,6 +28,7 @@ class RequestProgress:
             TimeRemainingColumn(),
             TextColumn("{task.fields[speed]}"),
             auto_refresh=False,
+            console=Console(stderr=True),
         )
         self._task = self._bar.add_task("requests", total=total, speed="")
         self._start_s = time.monotonic()
