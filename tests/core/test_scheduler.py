@@ -249,6 +249,44 @@ def test_several_prompts_are_computed_side_by_side():
     engine.run()
 
 
+def test_a_long_prompt_leaves_short_ones_behind_it_what_they_need_up_to_half():
+    engine = Engine([full(400)], max_num_batched_tokens=16, max_model_len=2000)
+    engine.add(request("long", make_prompt(1000), max_tokens=1))
+    engine.step()
+    engine.add(request("short", make_prompt(5, seed=1)), request("middle", make_prompt(30, seed=2)))
+    shares = []
+    for _ in range(7):
+        plan = engine.step()
+        shares.append(dict(zip(plan.request_ids, plan.num_new_tokens, strict=True)))
+    assert shares == [
+        {"long": 16},  # the others are seen now, and kept a share from the next step on
+        {"long": 8, "short": 5, "middle": 3},
+        {"long": 7, "short": 1, "middle": 8},
+        {"long": 7, "short": 1, "middle": 8},
+        {"long": 7, "short": 1, "middle": 8},
+        {"long": 12, "short": 1, "middle": 3},
+        {"long": 14, "short": 1, "middle": 1},
+    ]
+
+
+def test_an_urgent_long_prompt_leaves_nothing_to_those_it_outranks():
+    engine = Engine([full(400)], max_num_batched_tokens=16, max_model_len=2000, policy="priority")
+    engine.add(request("long", make_prompt(1000), max_tokens=1))
+    engine.step()
+    engine.add(request("short", make_prompt(5, seed=1), priority=3))
+    assert [engine.step().num_new_tokens for _ in range(3)] == [[16]] * 3
+
+
+def test_a_long_prompt_leaves_nothing_to_those_without_seat_or_blocks():
+    for options in ({"max_num_seqs": 1}, {"num_blocks": 101}):
+        pool = full(options.pop("num_blocks", 400))
+        engine = Engine([pool], max_num_batched_tokens=16, max_model_len=400, **options)
+        engine.add(request("long", make_prompt(390), max_tokens=1))
+        engine.step()
+        engine.add(request("short", make_prompt(20, seed=1)))
+        assert [engine.step().num_new_tokens for _ in range(3)] == [[16]] * 3
+
+
 def test_aborting_a_queued_request_frees_nothing_twice():
     engine = Engine([full(8)], max_num_seqs=1)
     engine.add(request("a", make_prompt(4)), request("b", make_prompt(4, seed=1)))

@@ -8,7 +8,8 @@ One step, in order::
     schedule(now) -> plan
         1. push aside       a waiting request that strictly outranks running ones may take their place
         2. advance running  in policy order, one token at least for each: decodes need one, prompts take chunks of
-                            what is left; when blocks run out the policy's victim is preempted (recomputed later)
+                            what is left, a long one at most half of it while others could go on; when blocks run
+                            out the policy's victim is preempted (recomputed later)
         3. admit waiting    while its whole need fits beside what was promised to those admitted before
     worker computes the plan
     update(plan, result) -> outputs
@@ -88,6 +89,8 @@ class Scheduler:
         self.running: list[Request] = []
         """Best first. All of them have a row in the worker."""
         self._requests: dict[str, Request] = {}
+        self._next_up: list[Request] = []
+        """Waiting requests that the last step had seats and blocks for, but no budget."""
         self._flight: list[Request] | None = None
         """The requests of the step that was scheduled and not yet updated."""
         self._aborted_in_flight: list[Request] = []
@@ -179,6 +182,7 @@ class Scheduler:
         if self.waiting:
             self._push_aside(plan)
         self._advance_running(plan)
+        self._next_up = []
         if self.waiting and len(self.running) < self.max_num_seqs:
             self._admit(plan)
         assert plan.requests, "requests are waiting and none can go on"
@@ -226,7 +230,10 @@ class Scheduler:
             computed = request.num_computed_tokens
             count = len(request.token_ids) - computed
             if count > 1:
-                count = min(count, max_chunk, budget - (len(running) - index - 1))
+                left = budget - (len(running) - index - 1)
+                count = min(count, max_chunk, left)
+                if count == left:
+                    count -= self._kept_for_others(request, index, left // 2)
             added = None
             if computed + count > request.capacity:
                 added = self._make_room(request, computed + count, index, plan)
@@ -240,6 +247,16 @@ class Scheduler:
             budget -= count
             index += 1
         plan.budget = budget
+
+    def _kept_for_others(self, request: Request, index: int, most: int) -> int:
+        """Tokens, up to ``most``, that a long prompt leaves to shorter ones behind it which it does not outrank."""
+        wanted = 0
+        for other in (*self.running[index + 1 :], *self._next_up):
+            if wanted >= most:
+                return most
+            if not self.policy.outranks(request, other):
+                wanted += len(other.token_ids) - other.num_computed_tokens - (other.status is RUNNING)
+        return min(most, wanted)
 
     def _make_room(self, request: Request, num_tokens: int, index: int, plan: _Plan) -> list[list[int]] | None:
         """New blocks for a running request, at the cost of those after it; None if it was preempted itself."""
@@ -281,6 +298,11 @@ class Scheduler:
             del waiting[passed]
             self._start(request, hit, plan)
             promised = [a + b for a, b in zip(promised, self.kv.outstanding(request), strict=True)]
+        seats = self.max_num_seqs - len(self.running) - passed
+        if plan.budget == 0 and seats > 0 and passed < len(waiting):
+            head = waiting[passed]
+            if self._fits(head, self.kv.prefix_cache.match(head), promised):
+                self._next_up = waiting[passed : passed + seats]
 
     def _start(self, request: Request, hit: list[list[Block]], plan: _Plan) -> None:
         kv = self.kv
