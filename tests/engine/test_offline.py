@@ -10,7 +10,7 @@ import pytest
 
 from pagemill.config import EngineConfig
 from pagemill.engine.offline import LLM
-from pagemill.errors import ConfigError, PromptTooLongError, RequestError
+from pagemill.errors import ConfigError, EngineDeadError, PromptTooLongError, RequestError
 from pagemill.params import FinishReason, SamplingParams
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -130,3 +130,16 @@ def test_totals_say_what_a_run_did(llm: LLM) -> None:
     assert after.num_generated_tokens - before.num_generated_tokens == 12
     assert after.num_prompt_tokens - before.num_prompt_tokens == 6
     assert after.filled_slot_steps <= after.allocated_slot_steps
+
+
+def test_an_engine_that_failed_says_so_and_takes_no_more(tiny_config: EngineConfig) -> None:
+    with LLM.from_config(tiny_config) as broken:
+
+        def fails(*args: object) -> object:
+            raise ZeroDivisionError("in the middle of a step")
+
+        broken._client.core.executor.sample = fails  # type: ignore[method-assign]
+        with pytest.raises(ZeroDivisionError, match="in the middle"):
+            broken.generate("the fox", PARAMS, use_tqdm=False)
+        with pytest.raises(EngineDeadError, match="ZeroDivisionError: in the middle"):
+            broken.generate("the fox", PARAMS, use_tqdm=False)

@@ -47,22 +47,22 @@ def parse_line(number: int, text: str) -> BatchLine:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise RequestError(f"line {number} is not JSON: {error}") from None
+        raise RequestError(f"the line is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise RequestError(f"line {number} is {type(value).__name__}; it must be a JSON object")
+        raise RequestError(f"the line is {type(value).__name__}; it must be a JSON object")
     custom_id = value.get("custom_id")
     if custom_id is not None and not isinstance(custom_id, str):
-        raise RequestError(f"line {number}: custom_id={custom_id!r} must be a string", param="custom_id")
+        raise RequestError(f"custom_id={custom_id!r} must be a string", param="custom_id")
     is_batch_form = "body" in value
     body = value["body"] if is_batch_form else value
     if not isinstance(body, dict):
-        raise RequestError(f"line {number}: body must be a JSON object", param="body")
+        raise RequestError("body must be a JSON object", param="body")
     url = value.get("url")
     if is_batch_form and url is not None and url not in _URLS:
-        raise RequestError(f"line {number}: url={url!r} is unknown; known: {', '.join(_URLS)}", param="url")
+        raise RequestError(f"url={url!r} is unknown; known: {', '.join(_URLS)}", param="url")
     present = [name for name in ("prompt", "messages") if name in body]
     if len(present) != 1 or (is_batch_form and url is not None and present[0] != _URLS[url]):
-        raise RequestError(f"line {number} needs exactly one of 'prompt' and 'messages'", param="prompt")
+        raise RequestError("the line needs exactly one of 'prompt' and 'messages'", param="prompt")
     return BatchLine(number=number, custom_id=custom_id, is_batch_form=is_batch_form, body=body)
 
 

@@ -196,7 +196,7 @@ class _Batch:
                 self._remember(line)
                 request = line, self._prompt(line), self._params(line)
             except UnicodeDecodeError as error:
-                self._fail(number, None, RequestError(f"line {number} is not UTF-8: {error}"))
+                self._fail(number, None, RequestError(f"the line is not UTF-8: {error}"))
             except RequestError as error:
                 self._fail(number, custom_id, error)
             else:

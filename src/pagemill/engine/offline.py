@@ -23,7 +23,7 @@ from pagemill.engine.metrics import Metrics, RunStats
 from pagemill.engine.output import OutputKind, OutputProcessor, RequestState
 from pagemill.engine.text import ModelText
 from pagemill.engine.wire import StepOutputs
-from pagemill.errors import ConfigError, PagemillError, RequestError
+from pagemill.errors import ConfigError, EngineDeadError, PagemillError, RequestError
 from pagemill.models.sources import resolve_source
 from pagemill.models.tokenizer import Tokenizer
 from pagemill.params import FinishReason, RequestOutput, SamplingParams
@@ -79,6 +79,8 @@ class LLM:
             clamp=True,
         )
         self._ids = itertools.count()
+        self._failure: str | None = None
+        """What a step raised; the core is between two states then."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -307,12 +309,19 @@ class LLM:
     def _drop(self, state: RequestState) -> None:
         if not state.finished:
             self._client.abort(self._output.abort(state, time.monotonic()))
-            self._step()
+            if self._failure is None:
+                self._step()
 
     def _step(self) -> None:
         """One step; Ctrl-C takes effect after it, so that the engine is whole and can be used again."""
+        if self._failure is not None:
+            raise EngineDeadError(f"the engine failed before ({self._failure}); make a new LLM")
         with _interrupts_held():
-            self._client.step()
+            try:
+                self._client.step()
+            except Exception as error:
+                self._failure = f"{type(error).__name__}: {error}"
+                raise
 
     def _on_outputs(self, step: StepOutputs) -> None:
         stopped = self._output.process(step)
