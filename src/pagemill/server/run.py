@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import shlex
 import signal
@@ -139,6 +140,8 @@ class _Runner:
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         self._phases.done("http")
         _announce(app.context, self._listener, self._phases)
+        gc.collect()
+        gc.freeze()  # what was made while starting stays; the collector need not walk it between tokens
         await _first_of(serving, stop.first)
         await _drain(app.context, self._config.shutdown_timeout, stop)
         await engine.shutdown()

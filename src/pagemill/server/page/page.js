@@ -144,6 +144,8 @@ $("sampling").addEventListener("submit", (event) => event.preventDefault());
 
 fetch("/v1/models").then((response) => response.json()).then((list) => {
   const card = list.data[0];
+  const most = $("sampling").elements.max_tokens;
+  most.value = Math.min(Number(most.value), Math.floor(card.max_model_len / 2));
   $("model").textContent = `${card.id} · ${card.max_model_len} tokens of context`;
   document.title = `${card.id} · Pagemill`;
 });
