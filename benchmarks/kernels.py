@@ -4,8 +4,8 @@
 
 For each kind of weights, shape and number of rows: the time of one product (activations ready; with --prepare their
 quantisation, too), operations a second against the dot-product ceiling, and bytes of weights a second against the
-memory ceiling. Weights are taken in turn from as many copies as make them come from memory ("cold", as in a model) when there
-are few rows, and from one ("warm") otherwise.
+memory ceiling. Weights are taken in turn from as many copies as make them come from memory ("cold", as in a model)
+when there are few rows, and from one ("warm") otherwise.
 """
 
 from __future__ import annotations
