@@ -43,6 +43,18 @@ inline I32 shift_left(I32 v) { return _mm256_slli_epi32(v, N); }
 template <int N>
 inline I32 shift_right(I32 v) { return _mm256_srli_epi32(v, N); }
 
+template <int Distance>
+inline F32 swap_lanes(F32 v) {
+  if constexpr (Distance == 1) return _mm256_permute_ps(v, 0xB1);
+  if constexpr (Distance == 2) return _mm256_permute_ps(v, 0x4E);
+  return _mm256_permute2f128_ps(v, v, 1);
+}
+template <int Distance>
+inline F32 lane_signs() {
+  constexpr auto s = [](int lane) { return (lane & Distance) != 0 ? -1.0f : 1.0f; };
+  return _mm256_setr_ps(s(0), s(1), s(2), s(3), s(4), s(5), s(6), s(7));
+}
+
 inline F32 load_f16(const uint16_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }

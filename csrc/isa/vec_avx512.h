@@ -47,6 +47,21 @@ inline I32 shift_left(I32 v) { return _mm512_slli_epi32(v, N); }
 template <int N>
 inline I32 shift_right(I32 v) { return _mm512_srli_epi32(v, N); }
 
+// Lane l from lane l ^ Distance; +1 in the lanes whose bit Distance is clear, -1 in the others.
+template <int Distance>
+inline F32 swap_lanes(F32 v) {
+  if constexpr (Distance == 1) return _mm512_permute_ps(v, 0xB1);
+  if constexpr (Distance == 2) return _mm512_permute_ps(v, 0x4E);
+  if constexpr (Distance == 4) return _mm512_shuffle_f32x4(v, v, 0xB1);
+  return _mm512_shuffle_f32x4(v, v, 0x4E);
+}
+template <int Distance>
+inline F32 lane_signs() {
+  constexpr auto s = [](int lane) { return (lane & Distance) != 0 ? -1.0f : 1.0f; };
+  return _mm512_setr_ps(s(0), s(1), s(2), s(3), s(4), s(5), s(6), s(7), s(8), s(9), s(10), s(11), s(12), s(13), s(14),
+                        s(15));
+}
+
 // kLanes float16 values.
 inline F32 load_f16(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));

@@ -69,6 +69,16 @@ inline I32 shift_left(I32 v) { return reinterpret_cast<I32>(reinterpret_cast<U32
 template <int N>
 inline I32 shift_right(I32 v) { return reinterpret_cast<I32>(reinterpret_cast<U32>(v) >> N); }
 
+template <int Distance>
+inline F32 swap_lanes(F32 v) {
+  return F32{v[0 ^ Distance], v[1 ^ Distance], v[2 ^ Distance], v[3 ^ Distance]};
+}
+template <int Distance>
+inline F32 lane_signs() {
+  constexpr auto s = [](int lane) { return (lane & Distance) != 0 ? -1.0f : 1.0f; };
+  return F32{s(0), s(1), s(2), s(3)};
+}
+
 inline float f16_to_f32(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
   const uint32_t rest = half & 0x7FFFu;

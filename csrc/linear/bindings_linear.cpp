@@ -230,7 +230,7 @@ void quantize_group(const FloatMatrix& x, Int8Out q, FloatContig scale, IntConti
     for (int64_t g = 0; g < groups; ++g) {
       const GroupRecord& record = memory.as<GroupRecord>()[g];
       scale.data()[i * groups + g] = record.scale;
-      sum.data()[i * groups + g] = -record.neg_sum;
+      sum.data()[i * groups + g] = record.offset / -8;
       const int64_t values = k - g * kActGroup < kActGroup ? k - g * kActGroup : kActGroup;
       std::memcpy(q.data() + i * k + g * kActGroup, record.q, static_cast<size_t>(values));
     }

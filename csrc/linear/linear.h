@@ -39,14 +39,14 @@ struct TokenHead {
 };
 constexpr int64_t kTokenHead = 64;
 
-// One group of an i8_group row. Sums are negated because the kernels start their accumulators with them: the term that
-// takes the weights' zero point out again.
+// One group of an i8_group row. The kernels start their accumulators with `offset`, which takes the weights' zero point
+// out again: 8 for 4-bit integers, 16 times that for 8-bit ones.
 struct GroupRecord {
   int8_t q[kActGroup];
   float scale;
   float scaled_sum;      // scale * (sum of q)
-  int32_t neg_sum;       // -(sum of q)
-  int32_t neg_half_sum;  // -(sum of the first 16 q)
+  int32_t offset;        // -8 * (sum of q)
+  int32_t half_offset;   // -8 * (sum of the first 16 q)
 };
 static_assert(sizeof(GroupRecord) == 48);
 

@@ -66,12 +66,9 @@ void run(Team& team, const LinearArgs& args) {
   }
 }
 
-void prepare(ActKind kind, const float* x, int64_t k, std::byte* row) { prepare_row(kind, x, k, row); }
-void hadamard(float* x, int64_t k, int64_t block) { hadamard_row(x, k, block); }
-
 }  // namespace
 
 extern const LinearTable linear_table;
-const LinearTable linear_table = {run, prepare, hadamard};
+const LinearTable linear_table = {run, prepare_row, hadamard_row};
 
 }  // namespace pm::PM_ISA

@@ -23,14 +23,13 @@ struct GroupKind {
   static constexpr bool kMin = Min, kHalf = Half;
   static constexpr int kGroupBytes = Bits == 4 ? 256 : 512;
   static constexpr int kScaleStride = Min ? 32 : 16;  // float16 values of one scale group of a panel
-  // dot8 sums (q - kW8Offset) a, and the kind means (q - zero) a: this many times the negated sum of a, as a power of
-  // two and a sign, makes up for it.
+  // dot8 sums (q - kW8Offset) a, and the kind means (q - zero) a: the difference, from a record's offset, -8 (sum of a).
   static constexpr int kZero = Min ? 0 : Bits == 4 ? 8 : 128;
-  static constexpr int kOffset = Bits == 4 ? kZero : kZero - kW8Offset;  // 0, 8, 128 or -128
-  static I32 offset(int32_t neg_sum) {
-    if constexpr (kOffset == 8) return shift_left<3>(splat_i32(neg_sum));
-    if constexpr (kOffset == 128) return shift_left<7>(splat_i32(neg_sum));
-    if constexpr (kOffset == -128) return sub(zero_i32(), shift_left<7>(splat_i32(neg_sum)));
+  static constexpr int kMissing = Bits == 4 ? kZero : kZero - kW8Offset;  // 0, 8, 128 or -128
+  static I32 offset(int32_t minus_8_sums) {
+    if constexpr (kMissing == 8) return splat_i32(minus_8_sums);
+    if constexpr (kMissing == 128) return shift_left<4>(splat_i32(minus_8_sums));
+    if constexpr (kMissing == -128) return sub(zero_i32(), shift_left<4>(splat_i32(minus_8_sums)));
     return zero_i32();
   }
 };
@@ -40,7 +39,7 @@ inline const GroupRecord& record(const std::byte* p) { return *reinterpret_cast<
 #define PM_ROW_DECLARE(r) [[maybe_unused]] F32 f##r = zero_f32();
 #define PM_ROW_START4(r) \
   [[maybe_unused]] S4 c##r; \
-  if constexpr (MR > r) c##r = start4(K::offset(record(PM_ROW_AT(r)).neg_sum));
+  if constexpr (MR > r) c##r = start4(K::offset(record(PM_ROW_AT(r)).offset));
 #define PM_ROW_STEP4(r)                                                     \
   if constexpr (MR > r) {                                                   \
     const std::byte* q = PM_ROW_AT(r) + 8 * s;                              \
@@ -50,14 +49,14 @@ inline const GroupRecord& record(const std::byte* p) { return *reinterpret_cast<
 #define PM_ROW_SCALE4(r)                                                                                    \
   if constexpr (MR > r) {                                                                                   \
     const GroupRecord& x = record(PM_ROW_AT(r));                                                            \
-    f##r = fma(to_f32(finish4(c##r, [&] { return K::offset(x.neg_sum); })), scale * splat(x.scale), f##r);  \
+    f##r = fma(to_f32(finish4(c##r, [&] { return K::offset(x.offset); })), scale * splat(x.scale), f##r);  \
     if constexpr (K::kMin) f##r = fma(min, splat(x.scaled_sum), f##r);                                      \
   }
 #define PM_ROW_START8(r)                                                                                       \
   [[maybe_unused]] I32 c##r;                                                                                   \
   if constexpr (MR > r) {                                                                                      \
     const GroupRecord& x = record(PM_ROW_AT(r));                                                               \
-    c##r = K::offset(!K::kHalf ? x.neg_sum : part == 0 ? x.neg_half_sum : x.neg_sum - x.neg_half_sum);         \
+    c##r = K::offset(!K::kHalf ? x.offset : part == 0 ? x.half_offset : x.offset - x.half_offset);         \
   }
 #define PM_ROW_STEP8(r) \
   if constexpr (MR > r) c##r = dot8(c##r, q, splat_word(PM_ROW_AT(r) + 4 * s));
@@ -67,8 +66,8 @@ inline const GroupRecord& record(const std::byte* p) { return *reinterpret_cast<
     f##r = fma(to_f32(c##r), scale * splat(x.scale), f##r);                                                    \
     if constexpr (K::kMin && !K::kHalf) f##r = fma(min, splat(x.scaled_sum), f##r);                            \
     if constexpr (K::kMin && K::kHalf) {                                                                       \
-      const int32_t neg = part == 0 ? x.neg_half_sum : x.neg_sum - x.neg_half_sum;                             \
-      f##r = fma(min, splat(-x.scale * static_cast<float>(neg)), f##r);                                        \
+      const int32_t sums = part == 0 ? x.half_offset : x.offset - x.half_offset;                             \
+      f##r = fma(min, splat(x.scale * -0.125f * static_cast<float>(sums)), f##r);                                        \
     }                                                                                                          \
   }
 #define PM_ROW_STORE(r) \
