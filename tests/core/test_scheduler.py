@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from pagemill.core.messages import StepResult
 from pagemill.core.scheduler import Scheduler
 from pagemill.errors import ConfigError, PromptTooLongError, RequestError
 from pagemill.params import FinishReason
@@ -436,3 +437,19 @@ def test_tokens_depend_on_nothing_but_the_request(caching, chunk, specs):
     assert engine.tokens == expected
     if specs == [full(16)]:
         assert engine.scheduler.stats().num_preemptions_total > 0
+
+
+def test_nearly_all_slots_hold_tokens_when_64_requests_of_usual_lengths_run():
+    scheduler = Scheduler([full(2000, block_size=16)], max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=1024)
+    rng = random.Random(0)
+    for i in range(64):
+        prompt, max_tokens = make_prompt(rng.randint(32, 256), seed=i), rng.randint(32, 256)
+        scheduler.add(request(f"r{i}", prompt, max_tokens=max_tokens))
+    while (plan := scheduler.schedule(0.0)) is not None:
+        rows = {r.request_id: r for r in scheduler.running}
+        ends = [
+            rows[name].num_computed_tokens + count == len(rows[name].token_ids)
+            for name, count in zip(plan.request_ids, plan.num_new_tokens, strict=True)
+        ]
+        scheduler.update(plan, StepResult(token_ids=[[7] if end else [] for end in ends]), 0.0)
+    assert scheduler.stats().slot_utilization > 0.96

@@ -17,6 +17,10 @@ One step, in order::
         5. accept tokens, end requests, free blocks
 
 There are no phases: ``num_computed_tokens`` catches up with ``token_ids``; when it has, a token is sampled.
+
+One step is in flight at most. schedule() reads counts, never a sampled token's value, and blocks in flight are freed by
+update() alone; so planning step t + 1 before t is updated needs only a queue of flights, and rows that count the token
+they are about to get.
 """
 
 from __future__ import annotations
