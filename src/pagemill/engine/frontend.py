@@ -26,6 +26,7 @@ from pagemill.engine.detokenizer import Vocabulary
 from pagemill.engine.input import InputProcessor, PreparedRequest
 from pagemill.engine.metrics import Metrics
 from pagemill.engine.output import OutputKind, OutputProcessor, RequestState
+from pagemill.engine.pacing import Pacer
 from pagemill.engine.process import EngineProcess
 from pagemill.engine.wire import EngineFacts, StepOutputs
 from pagemill.errors import EngineDeadError, PagemillError, QueueFullError, ShuttingDownError
@@ -74,6 +75,8 @@ class RequestStream:
         self._engine = engine
         self._waiter: asyncio.Future[None] | None = None
         self._ended = False
+        self._begun = False
+        self._due = False
         self.state: RequestState
 
     def __aiter__(self) -> Self:
@@ -92,8 +95,22 @@ class RequestStream:
             await self._waiter
         raise StopAsyncIteration
 
+    def note(self) -> None:
+        """Something changed: the first piece and the end are told at once, what is between when it is its turn."""
+        state = self.state
+        if state.finished or state.error is not None:
+            self.wake()
+        elif state.kind is not OutputKind.FINAL and not self._due:
+            if self._begun:
+                self._due = True
+                self._engine.pacer.add(self)
+            else:
+                self._begun = True
+                self.wake()
+
     def wake(self) -> None:
         """There may be something to take."""
+        self._due = False
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -116,6 +133,7 @@ class AsyncLLM:
         self._closing = False
         self._idle = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
+        self.pacer = Pacer(time.monotonic, asyncio.get_running_loop().call_later)
         self.facts: EngineFacts
         self.metrics: Metrics
         self._input: InputProcessor
@@ -281,7 +299,7 @@ class AsyncLLM:
     def _admit(self, prepared: PreparedRequest, kind: OutputKind, arrival_s: float) -> RequestStream:
         stream = RequestStream(self)
         stream.state = RequestState(
-            prepared, kind=kind, arrival_s=arrival_s, vocabulary=self._output.vocabulary, on_change=stream.wake
+            prepared, kind=kind, arrival_s=arrival_s, vocabulary=self._output.vocabulary, on_change=stream.note
         )
         assert self._client is not None
         self._output.add(stream.state)
@@ -347,6 +365,7 @@ class AsyncLLM:
 
     def _on_outputs(self, step: StepOutputs) -> None:
         self._tell_aborted(self._output.process(step))
+        self.pacer.pace()
         self._note_idle()
 
     def _note_idle(self) -> None:
