@@ -89,7 +89,7 @@ def test_rotation_makes_rounding_cheap_where_a_channel_stands_out() -> None:
     assert error(rotation.columns(x), rotation.columns(w)) < 0.25 * error(x, w)
 
 
-@pytest.mark.parametrize("size", [64, 96, 576, 7 * 128, 35])
+@pytest.mark.parametrize("size", [64, 96, 576, 7 * 128, 35, 1536])
 def test_rotations_are_orthogonal_and_spread_every_channel(size: int) -> None:
     matrix = Rotation(size).columns(torch.eye(size))
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(size), atol=1e-5, rtol=0)
@@ -104,6 +104,9 @@ def test_hadamard_is_orthonormal_and_its_own_inverse() -> None:
     torch.testing.assert_close(hadamard(hadamard(x, 32), 32), x)
     matrix = hadamard(torch.eye(4), 4) * 2
     assert matrix.tolist() == [[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]
+    wide = torch.randn(2, 1024)
+    assert torch.allclose(hadamard(wide, 1024)[:, 0], wide.sum(1) / 32, atol=1e-4)
+    torch.testing.assert_close(hadamard(hadamard(wide, 1024), 1024), wide)
     assert [hadamard_block(size) for size in (1536, 96, 7, 1 << 20)] == [512, 32, 0, 1024]
 
 

@@ -6,6 +6,7 @@ that sums over many elements does so in float32. Clarity comes before speed here
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ __all__ = [
 
 QUERY_TILE = 256
 """Queries scored at once; bounds the score matrix of a long chunk."""
+
+HADAMARD_TILE = 512
+"""Largest Hadamard matrix that is multiplied with as it is."""
 
 ACTIVATIONS = {
     "silu": F.silu,
@@ -132,14 +136,25 @@ def _attend(
 
 
 def hadamard(x: torch.Tensor, block: int) -> torch.Tensor:
-    """Each run of ``block`` values times the orthonormal Walsh-Hadamard matrix in natural order, in x's type."""
-    shape, width = x.shape, 1
-    y = x.float().reshape(-1, block)
-    while width < block:
-        pairs = y.view(-1, block // (2 * width), 2, width)
-        y = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), dim=2).view(-1, block)
-        width *= 2
-    return (y / math.sqrt(block)).view(shape).to(x.dtype)
+    """Each run of ``block`` values times the orthonormal Walsh-Hadamard matrix in natural order, in x's type.
+
+    A large block is the Kronecker product of two smaller ones: one along its inner values, one across them.
+    """
+    inner = min(block, HADAMARD_TILE)
+    y = x.float().reshape(-1, inner) @ _hadamard_matrix(inner, x.device)
+    if inner < block:
+        across = y.view(-1, block // inner, inner).transpose(1, 2)
+        y = hadamard(across.reshape(-1, block // inner), block // inner).view(across.shape).transpose(1, 2)
+    return y.reshape(x.shape).to(x.dtype)
+
+
+@functools.lru_cache(maxsize=16)
+def _hadamard_matrix(size: int, device: torch.device) -> torch.Tensor:
+    """Float32 [size, size]."""
+    matrix = torch.ones(1, 1, device=device)
+    while len(matrix) < size:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=device), matrix)
+    return matrix / math.sqrt(size)
 
 
 def experts(x: torch.Tensor, weights: MoeWeights) -> torch.Tensor:

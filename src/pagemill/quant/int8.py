@@ -20,9 +20,9 @@ CHUNK_WEIGHTS = 4 << 20
 def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row as int8 and its scale: [N, K] -> int8 [N, K], float32 [N]."""
     x = x.float()
-    largest = x.abs().amax(-1)
+    largest = torch.linalg.vector_norm(x, float("inf"), dim=-1)
     inverse = torch.where(largest > 0, LEVELS / largest, 0.0)
-    return (x * inverse[:, None]).round().clamp(-LEVELS, LEVELS).to(torch.int8), largest / LEVELS
+    return (x * inverse[:, None]).round_().to(torch.int8), largest / LEVELS
 
 
 class Int8Weight:

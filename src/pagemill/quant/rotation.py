@@ -17,6 +17,8 @@ __all__ = ["Rotation", "hadamard_block"]
 
 SEED = 0x5EED
 MAX_BLOCK = 1024
+MAX_WHOLE = 1024
+"""Up to this size one product with Q is quicker than those with its factors."""
 
 
 def hadamard_block(size: int) -> int:
@@ -27,7 +29,7 @@ def hadamard_block(size: int) -> int:
 
 class Rotation:
     """An orthogonal matrix Q [size, size] that spreads any single channel over all: random signs, then Hadamard on the
-    power of two in ``size`` and Hartley's transform on the odd rest. Costs size * log(size) a row."""
+    power of two in ``size`` and Hartley's transform on the odd rest."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -37,12 +39,16 @@ class Rotation:
         self._hartley = ((angles.cos() + angles.sin()) / math.sqrt(odd)).float()  # symmetric, its own inverse
         generator = torch.Generator().manual_seed(SEED)
         self._signs = torch.randint(0, 2, (size,), generator=generator).float() * 2 - 1
+        self._whole = self._factored(torch.eye(size)) if size <= MAX_WHOLE else None
 
     def columns(self, x: torch.Tensor) -> torch.Tensor:
         """x Q: [..., size] -> [..., size], float32."""
-        y = hadamard((x.float() * self._signs).view(-1, self._power), self._power)
-        mixed = self._hartley @ y.view(-1, self.size // self._power, self._power)
-        return mixed.view(x.shape)
+        return self._factored(x) if self._whole is None else x.float() @ self._whole
+
+    def _factored(self, x: torch.Tensor) -> torch.Tensor:
+        y = hadamard((x.float() * self._signs).reshape(-1, self._power), self._power)
+        across = y.view(-1, self.size // self._power, self._power).transpose(1, 2)
+        return (across @ self._hartley).transpose(1, 2).reshape(x.shape)
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """Q^T x: [size, n] -> [size, n], float32."""
