@@ -42,7 +42,7 @@ __all__ = ["EngineClient", "InprocClient", "ProcessClient", "engine_facts"]
 
 logger = logging.getLogger("pagemill.engine")
 
-LAST_FRAMES_MS = 50
+LAST_FRAMES_S = 0.02
 """How long frames may still arrive from a process that has ended."""
 STOP_S = 5.0
 """How long an engine that was told to stop may take."""
@@ -128,7 +128,6 @@ class ProcessClient:
 
     def __init__(self, process: EngineProcess, on_outputs: Callable[[StepOutputs], None]) -> None:
         import zmq
-        import zmq.asyncio
 
         self._again = zmq.Again
         self._no_wait = zmq.NOBLOCK
@@ -138,7 +137,7 @@ class ProcessClient:
         self._heartbeat = Heartbeat.create(self._folder / "heartbeat")
         self._context = zmq.Context()
         self._push = self._context.socket(zmq.PUSH)
-        self._pull = zmq.asyncio.Context(self._context).socket(zmq.PULL)
+        self._pull = self._context.socket(zmq.PULL)
         self._addresses = {}
         for name, socket in (("to_engine", self._push), ("from_engine", self._pull)):
             socket.set_hwm(0)
@@ -146,14 +145,16 @@ class ProcessClient:
             socket.bind(self._addresses[name])
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[EngineFacts] = loop.create_future()
         self.dead: asyncio.Future[str] = loop.create_future()
         """Why the process is gone, once it is."""
         self._last_words: tuple[str, str] | None = None
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
-        self._watching = asyncio.create_task(self._watch())
+        # ZeroMQ's own asyncio sockets cost more per frame than all that a frame is there for.
+        loop.add_reader(self._pull.fileno(), self._receive)
+        self._watching = asyncio.create_task(self._watch(self._pull.fileno()))
 
     @classmethod
     async def start(
@@ -226,37 +227,43 @@ class ProcessClient:
         except self._again:
             raise EngineDeadError("the engine process is gone; try again in a moment") from None
 
-    async def _watch(self) -> None:
-        """Hand on every frame until the process has ended, then say so."""
-        ended = asyncio.wrap_future(self.process.ended)
-        receiving = asyncio.create_task(self._receive())
-        try:
-            tasks: list[asyncio.Future[Any]] = [ended, receiving]
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if receiving.done():
-                logger.error("the front cannot take in what the engine sent", exc_info=receiving.exception())
-                self.process.kill()
-            await asyncio.wait([receiving], timeout=LAST_FRAMES_MS / 1000)
-        finally:
-            receiving.cancel()
-            self._end(ended.result() if ended.done() else 0)
+    async def _watch(self, descriptor: int) -> None:
+        """Wait until the process has ended, take in its last frames, and say so."""
+        code = await asyncio.wrap_future(self.process.ended)
+        await asyncio.sleep(LAST_FRAMES_S)
+        self._receive()
+        self._loop.remove_reader(descriptor)
+        self._end(code)
 
-    async def _receive(self) -> None:
+    def _receive(self) -> None:
+        """Hand on every frame that is there. (The descriptor tells of the first one only, so none may be left.)"""
         while True:
-            message = self._decoder.decode(await self._pull.recv())
-            if isinstance(message, StepOutputs):
-                self.on_outputs(message)
-            elif isinstance(message, Ready):
-                self._ready.set_result(message.facts)
-            elif isinstance(message, StartFailed):
-                self._last_words = message.error
+            try:
+                frame = self._pull.recv(self._no_wait)
+            except self._again:
+                return
+            try:
+                self._take(self._decoder.decode(frame))
+            except Exception:
+                logger.exception("the front cannot take in what the engine sent; the engine is stopped")
+                self.process.signal_end()
+                return
+
+    def _take(self, message: FromEngine) -> None:
+        if isinstance(message, StepOutputs):
+            self.on_outputs(message)
+        elif isinstance(message, Ready):
+            self._ready.set_result(message.facts)
+        elif isinstance(message, StartFailed):
+            self._last_words = message.error
+        else:
+            answer = self._calls.get(message.call_id)
+            if answer is None or answer.done():
+                return
+            if message.error is None:
+                answer.set_result(message.value)
             else:
-                answer = self._calls.get(message.call_id)
-                if answer is not None and not answer.done():
-                    if message.error is None:
-                        answer.set_result(message.value)
-                    else:
-                        answer.set_exception(raised(message.error))
+                answer.set_exception(raised(message.error))
 
     def _end(self, code: int) -> None:
         self._push.close(linger=0)

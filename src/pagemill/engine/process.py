@@ -112,10 +112,14 @@ class EngineProcess:
         except (BrokenPipeError, ValueError):  # ValueError: the pipe was closed because the child has ended
             logger.debug("the engine process ended before it was told what to run")
 
-    def kill(self) -> None:
-        """End the child now, and wait for it."""
+    def signal_end(self) -> None:
+        """End the child now; :attr:`ended` says when it has."""
         if not self.ended.done():
             self._process.kill()
+
+    def kill(self) -> None:
+        """End the child now, and wait for it."""
+        self.signal_end()
         self.ended.result()
 
     def _wait(self) -> None:
