@@ -10,7 +10,10 @@
 namespace pm::PM_ISA {
 namespace {
 
-constexpr int kGroupRows = kLanes == 16 ? 12 : kLanes == 8 ? 4 : 2;
+// Six rows by two vectors rather than twelve by one: half the broadcasts, of which there is one for each product at one
+// vector, and the load ports would be the limit.
+constexpr int kGroupRows = kLanes == 16 ? 6 : kLanes == 8 ? 4 : 2;
+constexpr int kGroupVectors = kLanes == 16 ? 2 : 1;
 constexpr int kSteps = 8;  // of 4 k in a group of 32
 
 // What a kind of grouped weights needs to know at compile time.
@@ -36,78 +39,117 @@ struct GroupKind {
 
 inline const GroupRecord& record(const std::byte* p) { return *reinterpret_cast<const GroupRecord*>(p); }
 
-#define PM_ROW_DECLARE(r) [[maybe_unused]] F32 f##r = zero_f32();
-#define PM_ROW_START4(r) \
-  [[maybe_unused]] S4 c##r; \
-  if constexpr (MR > r) c##r = start4(K::offset(record(PM_ROW_AT(r)).offset));
-#define PM_ROW_STEP4(r)                                                     \
-  if constexpr (MR > r) {                                                   \
-    const std::byte* q = PM_ROW_AT(r) + 8 * s;                              \
-    c##r = step4(c##r, low, splat_word(q));                                 \
-    c##r = step4(c##r, high, splat_word(q + 4));                            \
+// As in tile.h: one name for each accumulator, rows addressed from four pointers. c: the group's integers, f: the sum.
+#define PM_ROW_DECLARE(r) [[maybe_unused]] F32 f##r##_0 = zero_f32(), f##r##_1 = zero_f32();
+#define PM_ROW_START4(r)                                                     \
+  [[maybe_unused]] S4 c##r##_0, c##r##_1;                                    \
+  if constexpr (MR > r) {                                                    \
+    c##r##_0 = start4(K::offset(record(PM_ROW_AT(r)).offset));               \
+    if constexpr (NV > 1) c##r##_1 = c##r##_0;                               \
   }
-#define PM_ROW_SCALE4(r)                                                                                    \
-  if constexpr (MR > r) {                                                                                   \
-    const GroupRecord& x = record(PM_ROW_AT(r));                                                            \
-    f##r = fma(to_f32(finish4(c##r, [&] { return K::offset(x.offset); })), scale * splat(x.scale), f##r);  \
-    if constexpr (K::kMin) f##r = fma(min, splat(x.scaled_sum), f##r);                                      \
+#define PM_ROW_STEP4(r)                                                      \
+  if constexpr (MR > r) {                                                    \
+    const I32 a = splat_word(PM_ROW_AT(r) + 4 * step);                       \
+    c##r##_0 = step4(c##r##_0, w0, a);                                       \
+    if constexpr (NV > 1) c##r##_1 = step4(c##r##_1, w1, a);                 \
   }
-#define PM_ROW_START8(r)                                                                                       \
-  [[maybe_unused]] I32 c##r;                                                                                   \
-  if constexpr (MR > r) {                                                                                      \
-    const GroupRecord& x = record(PM_ROW_AT(r));                                                               \
-    c##r = K::offset(!K::kHalf ? x.offset : part == 0 ? x.half_offset : x.offset - x.half_offset);         \
+#define PM_ROW_SCALE4(r)                                                     \
+  if constexpr (MR > r) {                                                    \
+    const GroupRecord& x = record(PM_ROW_AT(r));                             \
+    const auto offset = [&] { return K::offset(x.offset); };                 \
+    const F32 xs = splat(x.scale);                                           \
+    f##r##_0 = fma(to_f32(finish4(c##r##_0, offset)), scale0 * xs, f##r##_0); \
+    if constexpr (NV > 1) f##r##_1 = fma(to_f32(finish4(c##r##_1, offset)), scale1 * xs, f##r##_1); \
+    if constexpr (K::kMin) f##r##_0 = fma(min0, splat(x.scaled_sum), f##r##_0); \
+    if constexpr (K::kMin && NV > 1) f##r##_1 = fma(min1, splat(x.scaled_sum), f##r##_1); \
   }
-#define PM_ROW_STEP8(r) \
-  if constexpr (MR > r) c##r = dot8(c##r, q, splat_word(PM_ROW_AT(r) + 4 * s));
-#define PM_ROW_SCALE8(r)                                                                                       \
-  if constexpr (MR > r) {                                                                                      \
-    const GroupRecord& x = record(PM_ROW_AT(r));                                                               \
-    f##r = fma(to_f32(c##r), scale * splat(x.scale), f##r);                                                    \
-    if constexpr (K::kMin && !K::kHalf) f##r = fma(min, splat(x.scaled_sum), f##r);                            \
-    if constexpr (K::kMin && K::kHalf) {                                                                       \
-      const int32_t sums = part == 0 ? x.half_offset : x.offset - x.half_offset;                             \
-      f##r = fma(min, splat(x.scale * -0.125f * static_cast<float>(sums)), f##r);                                        \
-    }                                                                                                          \
+#define PM_ROW_START8(r)                                                     \
+  [[maybe_unused]] I32 c##r##_0, c##r##_1;                                   \
+  if constexpr (MR > r) {                                                    \
+    const GroupRecord& x = record(PM_ROW_AT(r));                             \
+    c##r##_0 = K::offset(!K::kHalf ? x.offset : part == 0 ? x.half_offset : x.offset - x.half_offset); \
+    if constexpr (NV > 1) c##r##_1 = c##r##_0;                               \
   }
-#define PM_ROW_STORE(r) \
-  if constexpr (MR > r) store(tile + r * kTileColumns, f##r);
+#define PM_ROW_STEP8(r)                                                      \
+  if constexpr (MR > r) {                                                    \
+    const I32 a = splat_word(PM_ROW_AT(r) + 4 * step);                       \
+    c##r##_0 = dot8(c##r##_0, w0, a);                                        \
+    if constexpr (NV > 1) c##r##_1 = dot8(c##r##_1, w1, a);                  \
+  }
+#define PM_ROW_SCALE8(r)                                                     \
+  if constexpr (MR > r) {                                                    \
+    const GroupRecord& x = record(PM_ROW_AT(r));                             \
+    const F32 xs = splat(x.scale);                                           \
+    f##r##_0 = fma(to_f32(c##r##_0), scale0 * xs, f##r##_0);                 \
+    if constexpr (NV > 1) f##r##_1 = fma(to_f32(c##r##_1), scale1 * xs, f##r##_1); \
+    if constexpr (K::kMin) {                                                 \
+      const int32_t half = part == 0 ? x.half_offset : x.offset - x.half_offset; \
+      const F32 sums = splat(K::kHalf ? x.scale * -0.125f * static_cast<float>(half) : x.scaled_sum); \
+      f##r##_0 = fma(min0, sums, f##r##_0);                                  \
+      if constexpr (NV > 1) f##r##_1 = fma(min1, sums, f##r##_1);            \
+    }                                                                        \
+  }
+#define PM_ROW_STORE(r)                                                      \
+  if constexpr (MR > r) {                                                    \
+    store(tile + r * kTileColumns, f##r##_0);                                \
+    if constexpr (NV > 1) store(tile + r * kTileColumns + kLanes, f##r##_1); \
+  }
+#define PM_LOAD_SCALES(group_scales)                                                                        \
+  const F32 scale0 = load_f16(group_scales);                                                                \
+  [[maybe_unused]] const F32 scale1 = NV > 1 ? load_f16((group_scales) + panel_halves) : scale0;            \
+  [[maybe_unused]] const F32 min0 = K::kMin ? load_f16((group_scales) + kPanel) : scale0;                   \
+  [[maybe_unused]] const F32 min1 = K::kMin && NV > 1 ? load_f16((group_scales) + panel_halves + kPanel) : scale0;
 
-// One vector of columns for MR rows. `w` and `scales` point at the vector's lanes within the panel's first group.
-template <class K, int MR>
-void sum_group(const std::byte* act, int64_t row_bytes, const std::byte* w, const uint16_t* scales, int64_t groups,
-               int scale_shift, float* tile) {
+// NV vectors of columns for MR rows: one vector anywhere, or two in neighbouring panels (a vector then is a panel). `w`
+// and `scales` point at the first vector's lanes within its panel's first group.
+template <class K, int MR, int NV>
+void sum_group(const std::byte* act, int64_t row_bytes, const std::byte* w, int64_t panel_bytes, const uint16_t* scales,
+               int64_t panel_halves, int64_t groups, int scale_shift, float* tile) {
+  static_assert(NV == 1 || kPanelVectors == 1);
+  constexpr int64_t kAhead = 2048;  // see sum_tile
   const std::byte *a0 = act, *a3 = act + 3 * row_bytes, *a6 = act + 6 * row_bytes, *a9 = act + 9 * row_bytes;
   PM_EACH_ROW(PM_ROW_DECLARE)
   for (int64_t g = 0; g < groups; ++g) {
     if constexpr (K::kBits == 4) {
-      const uint16_t* group_scales = scales + (g >> scale_shift) * K::kScaleStride;
       PM_EACH_ROW(PM_ROW_START4)
 #pragma GCC unroll 4
-      for (int s = 0; s < kSteps / 2; ++s) {
-        const I32 both = load_i32(w + s * kStepBytes);
-        if constexpr (MR <= 6) prefetch(w + s * kStepBytes + 2048);
-        const I32 low = low_nibbles(both), high = high_nibbles(both);
-        PM_EACH_ROW(PM_ROW_STEP4)
+      for (int pair = 0; pair < kSteps / 2; ++pair) {
+        const std::byte* at = w + pair * kStepBytes;
+        const I32 both0 = load_i32(at);
+        [[maybe_unused]] const I32 both1 = NV > 1 ? load_i32(at + panel_bytes) : both0;
+        prefetch(at + kAhead);
+        if constexpr (NV > 1) prefetch(at + panel_bytes + kAhead);
+        {
+          const int step = 2 * pair;
+          const I32 w0 = low_nibbles(both0);
+          [[maybe_unused]] const I32 w1 = low_nibbles(both1);
+          PM_EACH_ROW(PM_ROW_STEP4)
+        }
+        {
+          const int step = 2 * pair + 1;
+          const I32 w0 = high_nibbles(both0);
+          [[maybe_unused]] const I32 w1 = high_nibbles(both1);
+          PM_EACH_ROW(PM_ROW_STEP4)
+        }
       }
-      const F32 scale = load_f16(group_scales);
-      [[maybe_unused]] const F32 min = K::kMin ? load_f16(group_scales + kPanel) : scale;
+      PM_LOAD_SCALES(scales + (g >> scale_shift) * K::kScaleStride)
       PM_EACH_ROW(PM_ROW_SCALE4)
     } else {
       constexpr int kParts = K::kHalf ? 2 : 1;
 #pragma GCC unroll 2
       for (int part = 0; part < kParts; ++part) {
-        const int64_t scale_group = K::kHalf ? 2 * g + part : g >> scale_shift;
-        const uint16_t* group_scales = scales + scale_group * K::kScaleStride;
         PM_EACH_ROW(PM_ROW_START8)
 #pragma GCC unroll 8
-        for (int s = part * (kSteps / kParts); s < (part + 1) * (kSteps / kParts); ++s) {
-          const W8 q = prepare_w8(load_i32(w + s * kStepBytes));
-          if constexpr (MR <= 6) prefetch(w + s * kStepBytes + 2048);
+        for (int i = 0; i < kSteps / kParts; ++i) {
+          const int step = part * (kSteps / kParts) + i;
+          const std::byte* at = w + step * kStepBytes;
+          const W8 w0 = prepare_w8(load_i32(at));
+          [[maybe_unused]] const W8 w1 = NV > 1 ? prepare_w8(load_i32(at + panel_bytes)) : w0;
+          prefetch(at + kAhead);
+          if constexpr (NV > 1) prefetch(at + panel_bytes + kAhead);
           PM_EACH_ROW(PM_ROW_STEP8)
         }
-        const F32 scale = load_f16(group_scales);
-        [[maybe_unused]] const F32 min = K::kMin ? load_f16(group_scales + kPanel) : scale;
+        PM_LOAD_SCALES(scales + (K::kHalf ? 2 * g + part : g >> scale_shift) * K::kScaleStride)
         PM_EACH_ROW(PM_ROW_SCALE8)
       }
     }
@@ -117,34 +159,31 @@ void sum_group(const std::byte* act, int64_t row_bytes, const std::byte* w, cons
   PM_EACH_ROW(PM_ROW_STORE)
 }
 
-using SumGroup = void (*)(const std::byte*, int64_t, const std::byte*, const uint16_t*, int64_t, int, float*);
+using SumGroup = void (*)(const std::byte*, int64_t, const std::byte*, int64_t, const uint16_t*, int64_t, int64_t, int,
+                          float*);
 
 template <class K, int MR>
 constexpr SumGroup group_or_null() {
   if constexpr (MR <= kGroupRows) {
-    return &sum_group<K, MR>;
+    return &sum_group<K, MR, kGroupVectors>;
   } else {
     return nullptr;
   }
 }
 
 template <class K>
-struct GroupTiles {
-  static constexpr SumGroup kByRows[12] = {
-      group_or_null<K, 1>(), group_or_null<K, 2>(), group_or_null<K, 3>(),  group_or_null<K, 4>(),
-      group_or_null<K, 5>(), group_or_null<K, 6>(), group_or_null<K, 7>(),  group_or_null<K, 8>(),
-      group_or_null<K, 9>(), group_or_null<K, 10>(), group_or_null<K, 11>(), group_or_null<K, 12>()};
-};
+constexpr SumGroup kByRows[6] = {group_or_null<K, 1>(), group_or_null<K, 2>(), group_or_null<K, 3>(),
+                                 group_or_null<K, 4>(), group_or_null<K, 5>(), group_or_null<K, 6>()};
 
 template <class K>
 void sum_group_columns(const PackedLinear& w, const std::byte* act, int64_t row_bytes, int rows, int64_t column,
                        int columns, float* tile) {
-  const SumGroup sum = GroupTiles<K>::kByRows[rows - 1];
-  for (int done = 0; done < columns; done += kLanes) {
+  const SumGroup sum = kByRows<K>[rows - 1];
+  for (int done = 0; done < columns; done += kGroupVectors * kLanes) {
     const int64_t panel = (column + done) / kPanel, lane = (column + done) % kPanel;
     const std::byte* start = w.data.as<std::byte>() + panel * w.panel_bytes + lane * 4;
     const uint16_t* scales = w.scales.as<uint16_t>() + panel * w.scale_panel_halves + lane;
-    sum(act, row_bytes, start, scales, w.steps, w.scale_shift, tile + done);
+    sum(act, row_bytes, start, w.panel_bytes, scales, w.scale_panel_halves, w.steps, w.scale_shift, tile + done);
   }
 }
 
