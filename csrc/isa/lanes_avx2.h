@@ -162,6 +162,6 @@ PM_INLINE F16 dot(F16 acc, W16 w, F32Word b) {
           _mm256_fmadd_ps(_mm256_castsi256_ps(w.hi), b.value, acc.hi)};
 }
 
-PM_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+PM_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }  // to L2
 
 }  // namespace pm::PM_ISA

@@ -116,6 +116,6 @@ PM_INLINE F16 dot(F16 acc, W16 w, Bf16Word b) {
 }
 #endif
 
-PM_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+PM_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }  // to L2
 
 }  // namespace pm::PM_ISA

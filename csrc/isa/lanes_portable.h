@@ -133,6 +133,6 @@ PM_INLINE F16 dot(F16 acc, W16 w, F32Word b) {
   return lanes([&](int i) { return acc.v[i] + bits_to_float(w.v[i]) * b.value; });
 }
 
-PM_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+PM_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 }  // namespace pm::PM_ISA

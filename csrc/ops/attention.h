@@ -71,9 +71,10 @@ struct AttentionCall {
   float* partials;  // [num_partials][attention_partial_floats]
 };
 
-// What each instruction set provides. `memory`: attention_scratch_floats() floats of this thread alone.
+// What each instruction set provides. `memory`: attention_scratch_floats() floats of this thread alone. `next`: the item
+// that this thread takes afterwards, or null; its first keys are fetched on the way.
 struct AttentionTable {
-  void (*item)(const AttentionCall&, const AttentionItem&, float* memory);
+  void (*item)(const AttentionCall&, const AttentionItem&, const AttentionItem* next, float* memory);
   void (*merge)(const AttentionCall&, const AttentionItem&, float* memory);
 };
 const AttentionTable& pick_attention();

@@ -12,21 +12,32 @@ namespace {
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kMinusInf = -__builtin_inff();
 constexpr int kTileGroups = kTile / kGroup;
+constexpr int kDecodeRows = 4;  // up to so many rows the memory is what is waited for, and the kernel fetches ahead
 
 // Scores of R rows against 16 G keys: s[r][16 g + lane] = sum over steps of q[r][step] * k[g][step][lane].
 // Pack expansions instead of loops: GCC 12 keeps only constant-indexed accumulators in registers.
 template <class Word, int R, int G, int... Rs, int... Gs>
 PM_INLINE void score_block(const uint32_t* q, int64_t q_stride, const uint32_t* const* keys, int steps, float* s,
-                           const uint32_t* const* ahead, std::integer_sequence<int, Rs...>,
+                           const uint32_t* const* next, std::integer_sequence<int, Rs...>,
                            std::integer_sequence<int, Gs...>) {
   F16 acc[R * G];
   const uint32_t* k[G] = {keys[Gs]...};
   const auto clear_row = [&](auto row) __attribute__((always_inline)) { ((acc[row * G + Gs] = zero()), ...); };
   (clear_row(std::integral_constant<int, Rs>{}), ...);
+  const uint32_t* fetch = nullptr;
+  int fetched = 0, left = 0;
   for (int step = 0; step < steps; ++step) {
     W16 w[G];
     ((w[Gs] = load_words(k[Gs] + step * 16)), ...);
-    if constexpr (R <= 4) ((prefetch(ahead[Gs] + step * 16)), ...);  // few rows: the memory is what is waited for
+    if constexpr (R <= kDecodeRows) {  // as many keys and values of the next tile as are used here, in order of address
+      if (left <= 0) {
+        fetch = next[fetched++];
+        left = steps;
+      }
+      prefetch(fetch);  // one line in 2 G wakes the hardware's own prefetcher; asking for all of them was slower
+      fetch += 2 * G * 16;
+      left -= G;
+    }
     const auto row_step = [&](auto row) __attribute__((always_inline)) {
       const Word b = broadcast(q + row * q_stride + step, Word{});
       ((acc[row * G + Gs] = dot(acc[row * G + Gs], w[Gs], b)), ...);
@@ -93,8 +104,8 @@ PM_INLINE void with_count(int n, F f) {
 
 template <class Word, int R, int G>
 [[gnu::noinline]] void score_block_at(const uint32_t* q, int64_t q_stride, const uint32_t* const* keys, int steps,
-                                      float* s, const uint32_t* const* ahead) {
-  score_block<Word, R, G>(q, q_stride, keys, steps, s, ahead, std::make_integer_sequence<int, R>{},
+                                      float* s, const uint32_t* const* next) {
+  score_block<Word, R, G>(q, q_stride, keys, steps, s, next, std::make_integer_sequence<int, R>{},
                           std::make_integer_sequence<int, G>{});
 }
 template <class Word, int R, int C>
@@ -191,32 +202,51 @@ PM_INLINE void merge_tile(float* max, float* sum, float* out, float tile_max, fl
     store(out + d, fma(load(tile_out + d), set1(take), mul(load(out + d), set1(keep))));
 }
 
-// One tile for the rows of an item: fills tile_max, tile_sum and tile_out.
+// The keys of one tile that the rows of an item can see, and where their groups lie.
+struct TileKeys {
+  int start;        // position of the request's first query
+  int base;         // position of the tile's first key
+  int end;          // keys of the tile up to the newest query
+  int first, last;  // groups of the tile to read
+  const uint32_t* keys[kTileGroups];
+
+  TileKeys(const AttentionCall& call, const AttentionItem& item, int tile) {
+    const AttentionLayer& layer = *call.layer;
+    const AttentionBatch& batch = *call.batch;
+    const int r = item.request, heads = layer.group_heads();
+    start = batch.context_lens[r] - (batch.query_start[r + 1] - batch.query_start[r]);
+    base = tile * kTile;
+    const int first_query = start + item.row_begin / heads;
+    const int last_query = start + (item.row_begin + item.row_count - 1) / heads;
+    end = last_query + 1 - base < kTile ? last_query + 1 - base : kTile;
+    const int oldest = layer.window ? first_query - layer.window + 1 - base : 0;
+    first = oldest > 0 ? oldest / kGroup : 0;
+    last = (end + kGroup - 1) / kGroup;
+    const int32_t* table = batch.block_tables + r * batch.table_stride;
+    const int per_block = layer.block_size / kGroup;
+    const int64_t block_bytes = layer.block_bytes(), group_words = layer.group_words();
+    for (int g = first; g < last; ++g) {
+      const int group = base / kGroup + g;
+      const auto* block = reinterpret_cast<const uint32_t*>(call.cache + table[group / per_block] * block_bytes);
+      keys[g] = block + item.kv_head * layer.head_words() + group % per_block * group_words;
+    }
+  }
+};
+
+// One tile for the rows of an item: fills tile_max, tile_sum and tile_out. `next`: the tile that this thread reads
+// afterwards. Blocks lie anywhere in memory, where the hardware does not see them coming; few rows pay for each miss.
 template <class Word>
-void attend_tile(const AttentionCall& call, const AttentionItem& item, int tile, const Scratch& at) {
+void attend_tile(const AttentionCall& call, const AttentionItem& item, const TileKeys& tile, const TileKeys& next,
+                 const Scratch& at) {
   const AttentionLayer& layer = *call.layer;
-  const AttentionBatch& batch = *call.batch;
   const int heads = layer.group_heads(), padded = layer.padded_dim(), steps = layer.key_steps();
   constexpr int value_steps = std::is_same<Word, Bf16Word>::value ? kGroup / 2 : kGroup;
-  const int start = batch.context_lens[item.request] - (batch.query_start[item.request + 1] - batch.query_start[item.request]);
-  const int base = tile * kTile;  // position of the tile's first key
-  const int first_query = start + item.row_begin / heads;
-  const int last_query = start + (item.row_begin + item.row_count - 1) / heads;
-  const int end = last_query + 1 - base < kTile ? last_query + 1 - base : kTile;  // keys of the tile that exist for a row
-  const int oldest = layer.window ? first_query - layer.window + 1 - base : 0;
-  const int first = oldest > 0 ? oldest / kGroup : 0, last = (end + kGroup - 1) / kGroup;  // groups to read
-
-  const uint32_t* keys[kTileGroups + kMaxCols];
-  const uint32_t* values[kTileGroups];
-  const int32_t* table = batch.block_tables + item.request * batch.table_stride;
-  const int per_block = layer.block_size / kGroup;
+  const int first = tile.first, last = tile.last, end = tile.end;
+  const uint32_t* ahead[kTileGroups];
   for (int g = first; g < last; ++g) {
-    const int group = base / kGroup + g;
-    const uint32_t* block = reinterpret_cast<const uint32_t*>(call.cache + table[group / per_block] * layer.block_bytes());
-    keys[g] = block + item.kv_head * layer.head_words() + group % per_block * layer.group_words();
-    values[g] = keys[g] + kGroup * steps;
+    const int other = g - first + next.first;
+    ahead[g] = other < next.last ? next.keys[other] : tile.keys[g];
   }
-  for (int g = last; g < last + kMaxCols; ++g) keys[g] = values[first];  // what is read next after the last keys
 
   for (int row = 0; row < item.row_count; row += kMaxRows) {
     const int rows = item.row_count - row < kMaxRows ? item.row_count - row : kMaxRows;
@@ -224,13 +254,13 @@ void attend_tile(const AttentionCall& call, const AttentionItem& item, int tile,
       const int cols = last - g < kMaxCols ? last - g : kMaxCols;
       with_count<kMaxRows>(rows, [&](auto r) {
         with_count<kMaxCols>(cols, [&](auto c) {
-          score_block_at<Word, r, c>(at.query + row * steps, steps, keys + g, steps, at.scores + row * kTile + g * kGroup,
-                                     keys + g + c);
+          score_block_at<Word, r, c>(at.query + row * steps, steps, tile.keys + g, steps,
+                                     at.scores + row * kTile + g * kGroup, ahead + g);
         });
       });
     }
     for (int i = row; i < row + rows; ++i) {
-      const int seen = start + (item.row_begin + i) / heads + 1 - base;  // keys up to the query itself
+      const int seen = tile.start + (item.row_begin + i) / heads + 1 - tile.base;  // keys up to the query itself
       const int lo = layer.window ? seen - layer.window : 0;
       softmax_row<Word>(at.scores + i * kTile, first, last, lo > 0 ? lo : 0, seen < kTile ? seen : kTile, layer.scale,
                         layer.softcap, at.tile_max + i, at.tile_sum + i);
@@ -241,7 +271,7 @@ void attend_tile(const AttentionCall& call, const AttentionItem& item, int tile,
     for (int d = 0; d < padded; d += 16 * kMaxCols) {
       const int cols = (padded - d) / 16 < kMaxCols ? (padded - d) / 16 : kMaxCols;
       const uint32_t* from[kTileGroups];
-      for (int g = first; g < last; ++g) from[g] = values[g] + d;
+      for (int g = first; g < last; ++g) from[g] = tile.keys[g] + kGroup * steps + d;
       with_count<kMaxRows>(rows, [&](auto r) {
         with_count<kMaxCols>(cols, [&](auto c) {
           value_block_at<Word, r, c>(reinterpret_cast<const uint32_t*>(at.scores) + row * kTile + first * value_steps,
@@ -263,7 +293,7 @@ PM_INLINE void write_row(const AttentionCall& call, const AttentionItem& item, i
 }
 
 template <class Word>
-void attend(const AttentionCall& call, const AttentionItem& item, float* memory) {
+void attend(const AttentionCall& call, const AttentionItem& item, const AttentionItem* next, float* memory) {
   const AttentionLayer& layer = *call.layer;
   const int heads = layer.group_heads(), padded = layer.padded_dim();
   const Scratch at(memory, layer);
@@ -277,8 +307,12 @@ void attend(const AttentionCall& call, const AttentionItem& item, float* memory)
   }
   std::memset(at.out, 0, sizeof(float) * item.row_count * padded);
   const int64_t slot_floats = kTileRows * (padded + 2);
+  TileKeys tile(call, item, item.tile_begin);
   for (int t = 0; t < item.tile_count; ++t) {
-    attend_tile<Word>(call, item, item.tile_begin + t, at);
+    const TileKeys after = t + 1 < item.tile_count ? TileKeys(call, item, item.tile_begin + t + 1)
+                                                   : TileKeys(call, next ? *next : item, (next ? *next : item).tile_begin);
+    attend_tile<Word>(call, item, tile, after, at);
+    tile = after;
     if (item.partial >= 0) {
       float* slot = call.partials + (item.partial + t) * slot_floats;
       std::memcpy(slot, at.tile_max, sizeof(float) * kTileRows);
@@ -309,11 +343,11 @@ void attention_merge(const AttentionCall& call, const AttentionItem& item, float
   }
 }
 
-void attention_item(const AttentionCall& call, const AttentionItem& item, float* memory) {
+void attention_item(const AttentionCall& call, const AttentionItem& item, const AttentionItem* next, float* memory) {
   if (call.layer->type == KvType::kBf16)
-    attend<Bf16Word>(call, item, memory);
+    attend<Bf16Word>(call, item, next, memory);
   else
-    attend<F32Word>(call, item, memory);
+    attend<F32Word>(call, item, next, memory);
 }
 
 }  // namespace

@@ -78,7 +78,12 @@ void AttentionPlan::build(const AttentionLayer& layer, const AttentionBatch& bat
 void attention_run(Team& team, const AttentionPlan& plan, const AttentionCall& call, float* scratch) {
   const AttentionTable& table = pick_attention();
   float* memory = scratch + team.rank() * attention_scratch_floats(*call.layer);
-  team.for_each(static_cast<int64_t>(plan.items.size()), [&](int64_t i) { table.item(call, plan.items[i], memory); });
+  const AttentionItem* held = nullptr;  // one item is held back until the next is drawn, so that its keys can be fetched
+  team.for_each(static_cast<int64_t>(plan.items.size()), [&](int64_t i) {
+    if (held) table.item(call, *held, &plan.items[i], memory);
+    held = &plan.items[i];
+  });
+  if (held) table.item(call, *held, nullptr, memory);
   if (plan.merges.empty()) return;
   team.barrier();
   team.for_each(static_cast<int64_t>(plan.merges.size()), [&](int64_t i) { table.merge(call, plan.merges[i], memory); });

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pagemill import _native
 from tests.kernels.paged import PagedCache, Shape, attend, reference
 
-# bf16: probabilities are rounded to 8 bits before they meet the values (averaging over keys shrinks it); f32: sums only.
+# bf16: probabilities are rounded to 8 bits before they meet the values (averaging shrinks it); f32: sums only.
 TOLERANCE = {"bf16": 6e-3, "f32": 2e-5}
 
 SHAPES = [
