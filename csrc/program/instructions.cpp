@@ -1,0 +1,177 @@
+#include "program/instructions.h"
+
+#include <utility>
+
+#include "linear/pack.h"
+#include "linear/table.h"
+
+namespace pm {
+namespace {
+
+// Rows per ticket, so that one is worth drawing (about 16 KiB of input).
+int64_t rows_per_ticket(int64_t columns) { return 1 + 4096 / (columns + 1); }
+
+template <class F>
+void for_rows(Team& team, const Frame& frame, int64_t columns, F f) {
+  const int64_t chunk = rows_per_ticket(columns), last = frame.first + frame.count;
+  team.for_each((frame.count + chunk - 1) / chunk, [&](int64_t task) {
+    const int64_t begin = frame.first + task * chunk, end = begin + chunk < last ? begin + chunk : last;
+    for (int64_t row = begin; row < end; ++row) f(row);
+  });
+}
+
+class Embed final : public Instruction {
+ public:
+  explicit Embed(EmbedSpec spec) : s_(spec) {}
+  std::vector<int> buffers() const override { return {s_.out}; }
+  void run(Team& team, const Frame& frame) const override {
+    for_rows(team, frame, s_.table->k, [&](int64_t row) {
+      float* out = frame.floats(s_.out, row);
+      unpack_row(*s_.table, frame.in->token_ids[row], out);
+      if (s_.scale != 1.0f) pick_rows().scale_softcap(out, s_.table->k, s_.scale, 0);
+    });
+  }
+
+ private:
+  EmbedSpec s_;
+};
+
+class Rows final : public Instruction {
+ public:
+  explicit Rows(RowsSpec spec) : s_(std::move(spec)) {}
+  RowKind rows() const override { return s_.rows; }
+  std::vector<int> buffers() const override {
+    std::vector<int> used{s_.source};
+    if (s_.out != kNone) used.push_back(s_.out);
+    if (s_.act != kNone) used.push_back(s_.act);
+    return used;
+  }
+  void run(Team& team, const Frame& frame) const override {
+    const RowsTable& rows = pick_rows();
+    const LinearTable& linear = pick_linear();
+    for_rows(team, frame, s_.columns, [&](int64_t row) {
+      const float* x = frame.floats(s_.source, s_.gather ? frame.in->logits_rows[row] : row);
+      float* to = s_.out != kNone ? frame.floats(s_.out, row) : frame.scratch(team);
+      if (!s_.norm.empty()) {
+        rows.rms_norm(x, s_.norm.data(), s_.columns, s_.eps, to);
+        x = to;
+      }
+      if (s_.hadamard) {
+        if (x != to) std::copy(x, x + s_.columns, to);
+        linear.hadamard_row(to, s_.columns, s_.hadamard);
+        x = to;
+      }
+      if (x != to && s_.out != kNone) std::copy(x, x + s_.columns, to);
+      if (s_.act != kNone) linear.prepare_row(s_.kind, x, s_.columns, frame.row(s_.act, row));
+    });
+  }
+
+ private:
+  RowsSpec s_;
+};
+
+class Linear final : public Instruction {
+ public:
+  explicit Linear(LinearSpec spec) : s_(spec) {}
+  RowKind rows() const override { return s_.rows; }
+  std::vector<int> buffers() const override {
+    return s_.out == kNone ? std::vector<int>{s_.act} : std::vector<int>{s_.act, s_.out};
+  }
+  void run(Team& team, const Frame& frame) const override {
+    const Activation x{s_.kind, frame.count, s_.weight->k, frame.row_bytes(s_.act), frame.row(s_.act, frame.first)};
+    const bool logits = s_.out == kNone;
+    float* out = logits ? frame.in->logits + frame.first * s_.weight->n : frame.floats(s_.out, frame.first);
+    const int64_t ldo = logits ? s_.weight->n : frame.row_bytes(s_.out) / 4;
+    linear_run(team, {x, s_.weight, out, ldo, s_.accumulate, s_.gate});
+  }
+
+ private:
+  LinearSpec s_;
+};
+
+class Add final : public Instruction {
+ public:
+  explicit Add(AddSpec spec) : s_(spec) {}
+  std::vector<int> buffers() const override { return {s_.out, s_.y}; }
+  void run(Team& team, const Frame& frame) const override {
+    for_rows(team, frame, s_.columns, [&](int64_t row) {
+      float* out = frame.floats(s_.out, row);
+      pick_rows().add(out, frame.floats(s_.y, row), s_.scale, s_.columns, out);
+    });
+  }
+
+ private:
+  AddSpec s_;
+};
+
+class Rope final : public Instruction {
+ public:
+  explicit Rope(RopeSpec spec) : s_(std::move(spec)) {
+    s_.call.layer = &s_.layer;
+    s_.call.q_norm = s_.q_norm.empty() ? nullptr : s_.q_norm.data();
+    s_.call.k_norm = s_.k_norm.empty() ? nullptr : s_.k_norm.data();
+    s_.call.q_norm_size = static_cast<int>(s_.q_norm.size());
+    s_.call.k_norm_size = static_cast<int>(s_.k_norm.size());
+  }
+  std::vector<int> buffers() const override { return {s_.qkv}; }
+  void run(Team& team, const Frame& frame) const override {
+    RopeCall call = s_.call;
+    call.stride = frame.row_bytes(s_.qkv) / 4;
+    call.qkv = frame.floats(s_.qkv, frame.first) - frame.first * call.stride;
+    call.positions = frame.in->positions;
+    call.slots = frame.in->groups[static_cast<size_t>(s_.group)].slots;
+    for_rows(team, frame, call.stride, [&](int64_t row) { pick_rows().rope(call, row, frame.scratch(team)); });
+  }
+
+ private:
+  RopeSpec s_;
+};
+
+class Attention final : public Instruction {
+ public:
+  explicit Attention(AttentionSpec spec) : s_(spec) {}
+  bool whole_step() const override { return true; }
+  std::vector<int> buffers() const override { return {s_.query, s_.out}; }
+  void run(Team& team, const Frame& frame) const override {
+    const Program& program = *frame.program;
+    const AttentionCall call{&s_.layer,
+                             &program.batch(s_.plan),
+                             s_.cache,
+                             frame.floats(s_.query, 0),
+                             frame.row_bytes(s_.query) / 4,
+                             frame.floats(s_.out, 0),
+                             frame.row_bytes(s_.out) / 4,
+                             program.partials()};
+    attention_run(team, program.plan(s_.plan), call, frame.scratch(team));
+  }
+
+ private:
+  AttentionSpec s_;
+};
+
+class ScaleSoftcap final : public Instruction {
+ public:
+  explicit ScaleSoftcap(LogitsSpec spec) : s_(spec) {}
+  RowKind rows() const override { return RowKind::logits; }
+  std::vector<int> buffers() const override { return {}; }
+  void run(Team& team, const Frame& frame) const override {
+    for_rows(team, frame, s_.columns, [&](int64_t row) {
+      pick_rows().scale_softcap(frame.in->logits + row * s_.columns, s_.columns, s_.scale, s_.softcap);
+    });
+  }
+
+ private:
+  LogitsSpec s_;
+};
+
+}  // namespace
+
+std::unique_ptr<Instruction> make_embed(EmbedSpec spec) { return std::make_unique<Embed>(spec); }
+std::unique_ptr<Instruction> make_rows(RowsSpec spec) { return std::make_unique<Rows>(std::move(spec)); }
+std::unique_ptr<Instruction> make_linear(LinearSpec spec) { return std::make_unique<Linear>(spec); }
+std::unique_ptr<Instruction> make_add(AddSpec spec) { return std::make_unique<Add>(spec); }
+std::unique_ptr<Instruction> make_rope(RopeSpec spec) { return std::make_unique<Rope>(std::move(spec)); }
+std::unique_ptr<Instruction> make_attention(AttentionSpec spec) { return std::make_unique<Attention>(spec); }
+std::unique_ptr<Instruction> make_scale_softcap(LogitsSpec spec) { return std::make_unique<ScaleSoftcap>(spec); }
+
+}  // namespace pm

@@ -1,0 +1,83 @@
+// The instructions of a program. Weights and tensors are borrowed; who records the program keeps them alive.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "linear/linear.h"
+#include "ops/rows.h"
+#include "program/program.h"
+
+namespace pm {
+
+constexpr int kNone = -1;  // no buffer
+
+// out = scale * row token_id of the table.
+struct EmbedSpec {
+  const PackedLinear* table;
+  float scale;
+  int out;
+};
+
+// One row's way from the residual stream to a matrix product: gather -> norm -> Hadamard -> floats and / or the form the
+// product wants.
+struct RowsSpec {
+  RowKind rows = RowKind::tokens;
+  int source = kNone;          // floats
+  bool gather = false;         // row i is the step's row logits_rows[i]
+  int64_t columns = 0;
+  std::vector<float> norm;     // empty: none
+  float eps = 0;
+  int64_t hadamard = 0;        // block; 0: none
+  int out = kNone;             // floats; may be the source
+  int act = kNone;             // prepared as `kind`
+  ActKind kind = ActKind::f32;
+};
+
+struct LinearSpec {
+  RowKind rows = RowKind::tokens;
+  int act = kNone;
+  ActKind kind = ActKind::f32;
+  const PackedLinear* weight = nullptr;
+  int out = kNone;  // kNone: the step's logits
+  bool accumulate = false;
+  Gate gate = Gate::silu;
+};
+
+// out += scale * y.
+struct AddSpec {
+  int out, y;
+  int64_t columns;
+  float scale;
+};
+
+struct RopeSpec {
+  RopeCall call;  // qkv, positions and slots are filled in for each step
+  std::vector<float> q_norm, k_norm;
+  AttentionLayer layer;
+  int group;
+  int qkv;
+};
+
+struct AttentionSpec {
+  AttentionLayer layer;
+  int plan;
+  const uint8_t* cache;
+  int query;  // floats, the query part first
+  int out;
+};
+
+struct LogitsSpec {
+  int64_t columns;
+  float scale, softcap;
+};
+
+std::unique_ptr<Instruction> make_embed(EmbedSpec spec);
+std::unique_ptr<Instruction> make_rows(RowsSpec spec);
+std::unique_ptr<Instruction> make_linear(LinearSpec spec);
+std::unique_ptr<Instruction> make_add(AddSpec spec);
+std::unique_ptr<Instruction> make_rope(RopeSpec spec);
+std::unique_ptr<Instruction> make_attention(AttentionSpec spec);
+std::unique_ptr<Instruction> make_scale_softcap(LogitsSpec spec);
+
+}  // namespace pm

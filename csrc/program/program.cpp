@@ -1,0 +1,157 @@
+#include "program/program.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace pm {
+
+std::byte* Frame::row(int buffer, int64_t at) const {
+  const auto& info = program->buffers_[static_cast<size_t>(buffer)];
+  return program->arena_.as<>() + info.offset + (info.whole ? at : at - first) * info.row_bytes;
+}
+
+int64_t Frame::row_bytes(int buffer) const { return program->buffers_[static_cast<size_t>(buffer)].row_bytes; }
+
+float* Frame::scratch(const Team& team) const {
+  return program->scratch_.as<float>() + team.rank() * program->scratch_floats_;
+}
+
+Program::Program(int64_t max_tokens, int64_t max_logits, int64_t tile_rows)
+    : max_tokens_(max_tokens), max_logits_(max_logits), tile_rows_(tile_rows) {
+  if (max_tokens < 1 || max_logits < 1 || tile_rows < 1) {
+    throw std::invalid_argument("max_tokens, max_logits and tile_rows must be at least 1");
+  }
+}
+
+int Program::new_buffer(RowKind rows, int64_t row_bytes) {
+  buffers_.push_back({rows, (row_bytes + 63) / 64 * 64});
+  return static_cast<int>(buffers_.size()) - 1;
+}
+
+void Program::append(std::unique_ptr<Instruction> instruction, int64_t scratch_floats) {
+  if (finished_) throw std::logic_error("the program is finished; nothing can be appended");
+  for (const int buffer : instruction->buffers()) {
+    if (buffer < 0 || buffer >= static_cast<int>(buffers_.size())) {
+      throw std::invalid_argument("an instruction names a buffer that was not declared");
+    }
+  }
+  scratch_floats_ = std::max(scratch_floats_, (scratch_floats + 15) / 16 * 16);
+  instructions_.push_back(std::move(instruction));
+}
+
+int Program::plan_for(const AttentionLayer& layer, int group) {
+  for (size_t i = 0; i < plans_.size(); ++i) {
+    const AttentionLayer& other = plans_[i].layer;
+    if (plans_[i].group == group && other.num_heads == layer.num_heads && other.num_kv_heads == layer.num_kv_heads &&
+        other.head_dim == layer.head_dim && other.window == layer.window) {
+      return static_cast<int>(i);
+    }
+  }
+  plans_.push_back({layer, group, {}, {}});
+  return static_cast<int>(plans_.size()) - 1;
+}
+
+void Program::cut_segments() {
+  for (size_t i = 0; i < instructions_.size(); ++i) {
+    const Instruction& op = *instructions_[i];
+    const bool alone = op.whole_step();
+    if (segments_.empty() || alone || !segments_.back().tiled || segments_.back().rows != op.rows()) {
+      segments_.push_back({i, i, op.rows(), !alone});
+    }
+    segments_.back().end = i + 1;
+    for (const int b : op.buffers()) {
+      BufferInfo& buffer = buffers_[static_cast<size_t>(b)];
+      const int segment = static_cast<int>(segments_.size()) - 1;
+      if (buffer.first < 0) {
+        buffer.first = segment;
+        buffer.first_op = static_cast<int>(i);
+      }
+      buffer.last = segment;
+      buffer.last_op = static_cast<int>(i);
+    }
+  }
+  for (BufferInfo& buffer : buffers_) {
+    buffer.whole = buffer.first != buffer.last || (buffer.first >= 0 && !segments_[static_cast<size_t>(buffer.first)].tiled);
+  }
+}
+
+int64_t Program::rows_of(const BufferInfo& buffer) const {
+  const int64_t all = buffer.rows == RowKind::tokens ? max_tokens_ : max_logits_;
+  return buffer.whole ? all : std::min(all, tile_rows_);
+}
+
+// First fit by size, largest first: a buffer takes the lowest place that is free for as long as it lives. A buffer of
+// a tile lives from its first to its last instruction; one that crosses segments lives through all of them, because
+// every tile of a segment runs before the next segment starts.
+void Program::place_buffers() {
+  std::vector<BufferInfo*> order, placed;
+  for (BufferInfo& buffer : buffers_) {
+    if (buffer.first < 0) continue;
+    if (buffer.whole) {
+      buffer.first_op = static_cast<int>(segments_[static_cast<size_t>(buffer.first)].begin);
+      buffer.last_op = static_cast<int>(segments_[static_cast<size_t>(buffer.last)].end) - 1;
+    }
+    order.push_back(&buffer);
+  }
+  const auto bytes = [&](const BufferInfo& b) { return rows_of(b) * b.row_bytes; };
+  std::stable_sort(order.begin(), order.end(), [&](auto* a, auto* b) { return bytes(*a) > bytes(*b); });
+  int64_t total = 0;
+  for (BufferInfo* buffer : order) {
+    int64_t at = 0;
+    for (const BufferInfo* other : placed) {  // sorted by offset
+      if (other->last_op < buffer->first_op || other->first_op > buffer->last_op) continue;
+      if (at + bytes(*buffer) <= other->offset) break;
+      at = std::max(at, other->offset + bytes(*other));
+    }
+    buffer->offset = at;
+    placed.insert(std::upper_bound(placed.begin(), placed.end(), buffer,
+                                   [](const auto* a, const auto* b) { return a->offset < b->offset; }),
+                  buffer);
+    total = std::max(total, at + bytes(*buffer));
+  }
+  arena_ = Buffer(static_cast<size_t>(total + 64));
+}
+
+void Program::finish() {
+  if (finished_) return;
+  cut_segments();
+  place_buffers();
+  finished_ = true;
+}
+
+void Program::run(const ProgramInputs& in) {
+  if (!finished_) throw std::logic_error("finish() the program before it runs");
+  if (in.num_tokens < 1 || in.num_tokens > max_tokens_ || in.num_logits > max_logits_) {
+    throw std::invalid_argument("the step has more rows than the program was made for, or none");
+  }
+  const int threads = num_threads();
+  int64_t partials = 0;
+  for (PlanEntry& entry : plans_) {
+    const GroupInputs& group = in.groups.at(static_cast<size_t>(entry.group));
+    entry.batch = {in.num_requests, in.query_start, in.context_lens, group.block_tables, group.table_stride};
+    entry.plan.build(entry.layer, entry.batch, threads);
+    partials = std::max(partials, entry.plan.num_partials * attention_partial_floats(entry.layer));
+  }
+  if (partials_.size() < static_cast<size_t>(partials) * sizeof(float)) {
+    partials_ = Buffer(static_cast<size_t>(partials) * sizeof(float));
+  }
+  const size_t scratch_bytes = static_cast<size_t>(threads * scratch_floats_) * sizeof(float);
+  if (scratch_.size() < scratch_bytes) scratch_ = Buffer(scratch_bytes);
+  parallel([&](Team& team) {
+    for (const Segment& segment : segments_) {
+      const int64_t rows = segment.rows == RowKind::tokens ? in.num_tokens : in.num_logits;
+      const int64_t tiles = segment.tiled ? (rows + tile_rows_ - 1) / tile_rows_ : 1;
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        const int64_t first = rows * tile / tiles, last = rows * (tile + 1) / tiles;  // even tiles: no small last one
+        if (first == last) continue;
+        const Frame frame{this, &in, first, last - first};
+        for (size_t i = segment.begin; i < segment.end; ++i) {
+          instructions_[i]->run(team, frame);
+          team.barrier();
+        }
+      }
+    }
+  });
+}
+
+}  // namespace pm

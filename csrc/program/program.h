@@ -1,0 +1,129 @@
+// The recorded step: a list of instructions over buffers in one arena, replayed by one call.
+//
+// An instruction works on a range of rows. Most treat each row alone; attention reads what all rows of the step have
+// written. The instructions between two attentions form a segment, and a segment runs tile of rows by tile of rows, so
+// that a long chunk's activations stay in the cache: a buffer that no other segment reads holds one tile.
+//
+// Order within run(): plan the attention (calling thread) -> one parallel region: for each segment, for each tile, for
+// each instruction: run it on all ranks, then a barrier.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/memory.h"
+#include "core/team.h"
+#include "ops/attention_plan.h"
+
+namespace pm {
+
+// One kind of layers' view of the KV cache in this step.
+struct GroupInputs {
+  const int32_t* slots = nullptr;         // [num_tokens] block_id * block_size + offset; -1: not written
+  const int32_t* block_tables = nullptr;  // [num_requests][table_stride]
+  int64_t table_stride = 0;
+};
+
+// One step's arrays, the caller's; nothing is kept after run().
+struct ProgramInputs {
+  int64_t num_tokens = 0;
+  int num_requests = 0;
+  int64_t num_logits = 0;
+  const int32_t* token_ids = nullptr;     // [num_tokens]
+  const int32_t* positions = nullptr;     // [num_tokens]
+  const int32_t* query_start = nullptr;   // [num_requests + 1]
+  const int32_t* context_lens = nullptr;  // [num_requests]
+  const int32_t* logits_rows = nullptr;   // [num_logits]
+  std::vector<GroupInputs> groups;
+  float* logits = nullptr;  // [num_logits][vocabulary]
+};
+
+// Which rows a buffer has, and which an instruction runs over.
+enum class RowKind : uint8_t { tokens, logits };
+
+class Program;
+
+// What an instruction sees while it runs: the step, the tile, the buffers.
+struct Frame {
+  const Program* program;
+  const ProgramInputs* in;
+  int64_t first, count;  // rows of this tile
+
+  std::byte* row(int buffer, int64_t row) const;
+  float* floats(int buffer, int64_t at) const { return reinterpret_cast<float*>(row(buffer, at)); }
+  int64_t row_bytes(int buffer) const;
+  float* scratch(const Team& team) const;  // this rank's, Program::scratch_floats long
+};
+
+class Instruction {
+ public:
+  virtual ~Instruction() = default;
+  // On every rank; rows are shared out by the team. No barrier at the end.
+  virtual void run(Team& team, const Frame& frame) const = 0;
+  virtual RowKind rows() const { return RowKind::tokens; }
+  // Reads rows that another tile writes, so it stands alone between two segments.
+  virtual bool whole_step() const { return false; }
+  virtual std::vector<int> buffers() const = 0;  // read or written
+};
+
+class Program {
+ public:
+  // At most max_tokens rows a step, max_logits of them with logits; segments run in tiles of tile_rows.
+  Program(int64_t max_tokens, int64_t max_logits, int64_t tile_rows);
+
+  // Declares a buffer; returns its number.
+  int new_buffer(RowKind rows, int64_t row_bytes);
+  // Appends an instruction whose scratch need is `scratch_floats` per rank.
+  void append(std::unique_ptr<Instruction> instruction, int64_t scratch_floats);
+  // An attention layer's plan number; layers of one shape, window and group share a plan.
+  int plan_for(const AttentionLayer& layer, int group);
+  // Lays out the arena. After it nothing can be appended.
+  void finish();
+  void run(const ProgramInputs& in);
+
+  const AttentionPlan& plan(int i) const { return plans_[static_cast<size_t>(i)].plan; }
+  const AttentionBatch& batch(int i) const { return plans_[static_cast<size_t>(i)].batch; }
+  float* partials() const { return partials_.as<float>(); }
+  int64_t max_tokens() const { return max_tokens_; }
+  int64_t max_logits() const { return max_logits_; }
+  int64_t arena_bytes() const { return static_cast<int64_t>(arena_.size()); }
+  int64_t num_instructions() const { return static_cast<int64_t>(instructions_.size()); }
+
+ private:
+  friend struct Frame;
+  struct BufferInfo {
+    RowKind rows;
+    int64_t row_bytes;
+    int first = -1, last = -1;  // segments that use it
+    int first_op = -1, last_op = -1;
+    bool whole = false;    // holds all rows of the step, not of a tile
+    int64_t offset = 0;    // into the arena
+  };
+  struct Segment {
+    size_t begin, end;
+    RowKind rows;
+    bool tiled;
+  };
+  struct PlanEntry {
+    AttentionLayer layer;
+    int group;
+    AttentionPlan plan;
+    AttentionBatch batch;
+  };
+
+  void cut_segments();
+  void place_buffers();
+  int64_t rows_of(const BufferInfo& buffer) const;
+
+  int64_t max_tokens_, max_logits_, tile_rows_;
+  int64_t scratch_floats_ = 16;
+  bool finished_ = false;
+  std::vector<BufferInfo> buffers_;
+  std::vector<std::unique_ptr<Instruction>> instructions_;
+  std::vector<Segment> segments_;
+  std::vector<PlanEntry> plans_;
+  Buffer arena_, scratch_, partials_;
+};
+
+}  // namespace pm
