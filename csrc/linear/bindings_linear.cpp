@@ -267,6 +267,7 @@ void register_linear(nb::module_& m) {
       .def_ro("gated", &PackedLinear::gated)
       .def_ro("group", &PackedLinear::group)
       .def_ro("has_min", &PackedLinear::has_min)
+      .def_prop_ro("activation_kind", [](const PackedLinear& w) { return static_cast<int>(activation_kind(w)); })
       .def_prop_ro("nbytes", &PackedLinear::bytes);
   m.def("linear", &linear, nb::arg("x"), nb::arg("w"), nb::arg("out"), nb::kw_only(),
         nb::arg("rows").none() = nb::none(), nb::arg("accumulate") = false, nb::arg("gate") = "silu");

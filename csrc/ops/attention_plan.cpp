@@ -75,9 +75,8 @@ void AttentionPlan::build(const AttentionLayer& layer, const AttentionBatch& bat
   }
 }
 
-void attention_run(Team& team, const AttentionPlan& plan, const AttentionCall& call, float* scratch) {
+void attention_run(Team& team, const AttentionPlan& plan, const AttentionCall& call, float* memory) {
   const AttentionTable& table = pick_attention();
-  float* memory = scratch + team.rank() * attention_scratch_floats(*call.layer);
   const AttentionItem* held = nullptr;  // one item is held back until the next is drawn, so that its keys can be fetched
   team.for_each(static_cast<int64_t>(plan.items.size()), [&](int64_t i) {
     if (held) table.item(call, *held, &plan.items[i], memory);

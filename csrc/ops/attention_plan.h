@@ -17,7 +17,7 @@ struct AttentionPlan {
   void build(const AttentionLayer& layer, const AttentionBatch& batch, int num_threads);
 };
 
-// Runs on every rank of a region; `scratch` is [team.size()][attention_scratch_floats]. No barrier at either end.
-void attention_run(Team& team, const AttentionPlan& plan, const AttentionCall& call, float* scratch);
+// Runs on every rank of a region; `memory`: attention_scratch_floats() of this rank's own. No barrier at either end.
+void attention_run(Team& team, const AttentionPlan& plan, const AttentionCall& call, float* memory);
 
 }  // namespace pm

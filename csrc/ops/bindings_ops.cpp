@@ -12,21 +12,12 @@
 #include "core/memory.h"
 #include "core/team.h"
 #include "ops/attention_plan.h"
+#include "ops/bindings_shared.h"
 #include "ops/rows.h"
 
 namespace nb = nanobind;
 
 namespace pm {
-namespace {
-
-template <class T>
-using Vec = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <class T>
-using Mat = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
-void check(bool ok, const char* what) {
-  if (!ok) throw std::invalid_argument(what);
-}
 
 AttentionLayer make_layer(int kv_type, int block_size, int num_heads, int num_kv_heads, int head_dim, float scale,
                           int window, float softcap) {
@@ -40,11 +31,6 @@ AttentionLayer make_layer(int kv_type, int block_size, int num_heads, int num_kv
   return {static_cast<KvType>(kv_type), block_size, num_heads, num_kv_heads, head_dim, scale, window, softcap};
 }
 
-int64_t kv_block_bytes(int kv_type, int block_size, int num_kv_heads, int head_dim) {
-  return make_layer(kv_type, block_size, num_kv_heads, num_kv_heads, head_dim, 1, 0, 0).block_bytes();
-}
-
-// Every index that the kernel will follow is checked here, once a step.
 void check_batch(const AttentionLayer& layer, const AttentionBatch& batch, int64_t num_tokens, int64_t num_blocks) {
   check(batch.query_start[0] == 0 && batch.query_start[batch.num_requests] == num_tokens,
         "query_start must run from 0 to the number of tokens");
@@ -58,6 +44,19 @@ void check_batch(const AttentionLayer& layer, const AttentionBatch& batch, int64
       check(block >= 0 && block < num_blocks, "a block table names a block that does not exist");
     }
   }
+}
+
+int check_norm(const std::optional<Vec<const float>>& norm, int heads, int head_dim) {
+  if (!norm) return 0;
+  const int size = static_cast<int>(norm->shape(0));
+  check(size == head_dim || size == heads * head_dim, "a qk norm must be [head_dim] or [heads * head_dim]");
+  return size;
+}
+
+namespace {
+
+int64_t kv_block_bytes(int kv_type, int block_size, int num_kv_heads, int head_dim) {
+  return make_layer(kv_type, block_size, num_kv_heads, num_kv_heads, head_dim, 1, 0, 0).block_bytes();
 }
 
 void attention(Mat<const float> query, Mat<const uint8_t> cache, Vec<const int32_t> query_start,
@@ -87,11 +86,13 @@ void attention(Mat<const float> query, Mat<const uint8_t> cache, Vec<const int32
                            out.data(),
                            static_cast<int64_t>(out.shape(1)),
                            partials.data()};
-  parallel([&](Team& team) { attention_run(team, plan, call, scratch.data()); });
+  parallel([&](Team& team) {
+    attention_run(team, plan, call, scratch.data() + team.rank() * attention_scratch_floats(layer));
+  });
 }
 
 void rope_and_cache(Mat<float> qkv, Mat<uint8_t> cache, Vec<const int32_t> positions, Vec<const int32_t> slots,
-                    std::optional<nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>> table,
+                    std::optional<Cube<const float>> table,
                     bool interleaved, std::optional<Vec<const float>> q_norm, std::optional<Vec<const float>> k_norm,
                     float eps, int num_heads, int num_kv_heads, int head_dim, int block_size, int kv_type) {
   const AttentionLayer layer = make_layer(kv_type, block_size, num_heads, num_kv_heads, head_dim, 1, 0, 0);
@@ -99,12 +100,6 @@ void rope_and_cache(Mat<float> qkv, Mat<uint8_t> cache, Vec<const int32_t> posit
   check(qkv.shape(1) == static_cast<size_t>((num_heads + 2 * num_kv_heads) * head_dim), "qkv has the wrong width");
   check(cache.shape(1) == static_cast<size_t>(layer.block_bytes()), "cache must be [num_blocks, kv_block_bytes()]");
   check(positions.shape(0) == qkv.shape(0) && slots.shape(0) == qkv.shape(0), "positions and slots need one entry a token");
-  const auto norm_size = [&](const std::optional<Vec<const float>>& norm, int heads) {
-    if (!norm) return 0;
-    const int size = static_cast<int>(norm->shape(0));
-    check(size == head_dim || size == heads * head_dim, "a qk norm must be [head_dim] or [heads * head_dim]");
-    return size;
-  };
   for (int64_t i = 0; i < tokens; ++i) {
     check(slots.data()[i] < static_cast<int64_t>(cache.shape(0)) * block_size, "a slot lies past the cache");
     check(positions.data()[i] >= 0 && (!table || positions.data()[i] < static_cast<int64_t>(table->shape(0))),
@@ -123,8 +118,8 @@ void rope_and_cache(Mat<float> qkv, Mat<uint8_t> cache, Vec<const int32_t> posit
                       interleaved,
                       q_norm ? q_norm->data() : nullptr,
                       k_norm ? k_norm->data() : nullptr,
-                      norm_size(q_norm, num_heads),
-                      norm_size(k_norm, num_kv_heads),
+                      check_norm(q_norm, num_heads, head_dim),
+                      check_norm(k_norm, num_kv_heads, head_dim),
                       eps};
   nb::gil_scoped_release release;
   const int64_t floats = num_kv_heads * head_dim + 16;
@@ -154,11 +149,20 @@ void scale_softcap(Mat<float> x, float scale, float cap) {
   });
 }
 
+// Zeroed bytes on huge pages, untouched until they are written: a KV cache is read at random, and page walks show.
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>> allocate_bytes(int64_t rows, int64_t columns) {
+  check(rows >= 0 && columns >= 0, "a size is negative");
+  auto* memory = new Buffer(static_cast<size_t>(rows * columns));
+  nb::capsule owner(memory, [](void* p) noexcept { delete static_cast<Buffer*>(p); });
+  return {memory->as<uint8_t>(), {static_cast<size_t>(rows), static_cast<size_t>(columns)}, owner};
+}
+
 }  // namespace
 
 void register_ops(nb::module_& m) {
   using namespace nb::literals;
   m.def("kv_block_bytes", &kv_block_bytes, "kv_type"_a, "block_size"_a, "num_kv_heads"_a, "head_dim"_a);
+  m.def("allocate_bytes", &allocate_bytes, "rows"_a, "columns"_a);
   m.def("attention", &attention, "query"_a, "cache"_a, "query_start"_a, "context_lens"_a, "block_tables"_a, "out"_a,
         nb::kw_only(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "block_size"_a, "scale"_a, "window"_a = 0,
         "softcap"_a = 0.0f, "kv_type"_a = 0);

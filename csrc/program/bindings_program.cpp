@@ -1,5 +1,220 @@
+// pagemill._native.Program: recorded by src/pagemill/worker/graphs.py.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
 #include "bindings.h"
+#include "ops/bindings_shared.h"
+#include "program/instructions.h"
+
+namespace nb = nanobind;
 
 namespace pm {
-void register_program(nanobind::module_&) {}
+namespace {
+
+using OptionalVec = std::optional<Vec<const float>>;
+
+// A program and what its instructions point into: weights, rotary tables, caches.
+struct BoundProgram : Program {
+  using Program::Program;
+  std::vector<nb::object> kept;
+  std::vector<int64_t> num_blocks;    // of each group's caches
+  std::vector<int64_t> max_position;  // of each rotary table
+  int64_t vocabulary = 0;
+  int block_size = 0;
+};
+
+std::vector<float> copy_of(const OptionalVec& v) {
+  return v ? std::vector<float>(v->data(), v->data() + v->shape(0)) : std::vector<float>{};
+}
+
+int floats(BoundProgram& p, int64_t columns, bool logits) {
+  check(columns > 0, "a buffer needs at least one column");
+  return p.new_buffer(logits ? RowKind::logits : RowKind::tokens, columns * 4);
+}
+
+int activation(BoundProgram& p, const PackedLinear& weight, bool logits) {
+  return p.new_buffer(logits ? RowKind::logits : RowKind::tokens, activation_row_bytes(activation_kind(weight), weight.k));
+}
+
+void embed(BoundProgram& p, const PackedLinear& table, float scale, int out) {
+  p.vocabulary = table.n;
+  p.append(make_embed({&table, scale, out}), 0);
+}
+
+void rows(BoundProgram& p, int source, int64_t columns, const OptionalVec& norm, float eps, int64_t hadamard, int out,
+          int act, const PackedLinear* weight, bool gather, bool logits) {
+  check(!norm || static_cast<int64_t>(norm->shape(0)) == columns, "the norm's weight has another length than the rows");
+  check((act == kNone) == (weight == nullptr), "act and weight come together");
+  check(!weight || weight->k == columns, "the weight takes rows of another length");
+  RowsSpec spec;
+  spec.rows = logits ? RowKind::logits : RowKind::tokens;
+  spec.source = source;
+  spec.gather = gather;
+  spec.columns = columns;
+  spec.norm = copy_of(norm);
+  spec.eps = eps;
+  spec.hadamard = hadamard;
+  spec.out = out;
+  spec.act = act;
+  if (weight) spec.kind = activation_kind(*weight);
+  p.append(make_rows(std::move(spec)), columns);
+}
+
+void linear(BoundProgram& p, int act, const PackedLinear& weight, int out, bool accumulate, const std::string& gate,
+            bool logits) {
+  check(gate == "silu" || gate == "gelu_tanh", "gate must be silu or gelu_tanh");
+  check(out != kNone || logits, "only the logits are written outside the arena");
+  p.append(make_linear({logits ? RowKind::logits : RowKind::tokens, act, activation_kind(weight), &weight, out, accumulate,
+                        gate == "silu" ? Gate::silu : Gate::gelu_tanh}),
+           0);
+}
+
+void add(BoundProgram& p, int out, int y, int64_t columns, float scale, bool logits) {
+  p.append(make_add({logits ? RowKind::logits : RowKind::tokens, out, y, columns, scale}), 0);
+}
+
+struct LayerArgs {
+  AttentionLayer layer;
+  Mat<uint8_t> cache;
+  int group;
+};
+
+// The cache must outlive the program; blocks of one group are counted alike in all its layers.
+void keep_cache(BoundProgram& p, const LayerArgs& args) {
+  check(args.group >= 0 && args.group < 64, "group must be between 0 and 63");
+  check(args.cache.shape(1) == static_cast<size_t>(args.layer.block_bytes()), "cache must be [num_blocks, kv_block_bytes()]");
+  if (p.num_blocks.size() <= static_cast<size_t>(args.group)) p.num_blocks.resize(static_cast<size_t>(args.group) + 1, 0);
+  p.num_blocks[static_cast<size_t>(args.group)] = static_cast<int64_t>(args.cache.shape(0));
+  p.block_size = args.layer.block_size;
+  p.kept.push_back(nb::cast(args.cache));
+}
+
+void rope(BoundProgram& p, int qkv, const AttentionLayer& layer, const Mat<uint8_t>& cache, int group,
+          std::optional<Cube<const float>> table, bool interleaved, const OptionalVec& q_norm, const OptionalVec& k_norm,
+          float eps) {
+  keep_cache(p, {layer, cache, group});
+  const int rotary_dim = table ? 2 * static_cast<int>(table->shape(2)) : 0;
+  check(rotary_dim <= layer.head_dim, "the rotary table is wider than head_dim");
+  RopeSpec spec;
+  spec.call = {};
+  spec.call.cache = cache.data();
+  if (table) {
+    spec.call.table = table->data();
+    p.max_position.push_back(static_cast<int64_t>(table->shape(0)));
+    p.kept.push_back(nb::cast(*table));
+  }
+  spec.call.rotary_dim = rotary_dim;
+  spec.call.interleaved = interleaved;
+  spec.call.eps = eps;
+  spec.q_norm = copy_of(q_norm);
+  spec.k_norm = copy_of(k_norm);
+  check_norm(q_norm, layer.num_heads, layer.head_dim);
+  check_norm(k_norm, layer.num_kv_heads, layer.head_dim);
+  spec.layer = layer;
+  spec.group = group;
+  spec.qkv = qkv;
+  p.append(make_rope(std::move(spec)), int64_t{layer.num_kv_heads} * layer.head_dim + 16);
+}
+
+void attention(BoundProgram& p, int query, int out, const AttentionLayer& layer, const Mat<uint8_t>& cache, int group) {
+  keep_cache(p, {layer, cache, group});
+  p.append(make_attention({layer, p.plan_for(layer, group), cache.data(), query, out}), attention_scratch_floats(layer));
+}
+
+// Every index that an instruction follows, checked once a step: a wrong one must be an error, not a wild read.
+void check_inputs(const BoundProgram& p, const ProgramInputs& in) {
+  for (int64_t i = 0; i < in.num_tokens; ++i) {
+    check(in.token_ids[i] >= 0 && in.token_ids[i] < p.vocabulary, "a token id lies outside the vocabulary");
+    check(in.positions[i] >= 0, "a position is negative");
+    for (const int64_t most : p.max_position) check(in.positions[i] < most, "a position lies past the rotary table");
+  }
+  for (int64_t i = 0; i < in.num_logits; ++i) {
+    check(in.logits_rows[i] >= 0 && in.logits_rows[i] < in.num_tokens, "logits_rows names a token that is not in the step");
+  }
+  for (size_t g = 0; g < in.groups.size(); ++g) {
+    for (int64_t i = 0; i < in.num_tokens; ++i) {
+      check(in.groups[g].slots[i] < p.num_blocks[g] * p.block_size, "a slot lies past the cache");
+    }
+  }
+  p.for_each_plan([&](const AttentionLayer& layer, int group) {
+    const GroupInputs& tables = in.groups[static_cast<size_t>(group)];
+    const AttentionBatch batch{in.num_requests, in.query_start, in.context_lens, tables.block_tables, tables.table_stride};
+    check_batch(layer, batch, in.num_tokens, p.num_blocks[static_cast<size_t>(group)]);
+  });
+}
+
+void run(BoundProgram& p, Vec<const int32_t> token_ids, Vec<const int32_t> positions, Vec<const int32_t> query_start,
+         Vec<const int32_t> context_lens, const std::vector<Vec<const int32_t>>& slot_mapping,
+         const std::vector<Mat<const int32_t>>& block_tables, Vec<const int32_t> logits_rows, Mat<float> logits) {
+  ProgramInputs in;
+  in.num_tokens = static_cast<int64_t>(token_ids.shape(0));
+  in.num_requests = static_cast<int>(context_lens.shape(0));
+  in.num_logits = static_cast<int64_t>(logits_rows.shape(0));
+  in.token_ids = token_ids.data();
+  in.positions = positions.data();
+  in.query_start = query_start.data();
+  in.context_lens = context_lens.data();
+  in.logits_rows = logits_rows.data();
+  in.logits = logits.data();
+  check(positions.shape(0) == token_ids.shape(0), "positions and token_ids differ in length");
+  check(query_start.shape(0) == context_lens.shape(0) + 1, "query_start needs one entry more than context_lens");
+  check(logits.shape(0) >= logits_rows.shape(0), "logits has fewer rows than logits_rows");
+  check(slot_mapping.size() == p.num_blocks.size() && block_tables.size() == p.num_blocks.size(),
+        "slot_mapping and block_tables need one entry for each group");
+  for (size_t g = 0; g < slot_mapping.size(); ++g) {
+    check(slot_mapping[g].shape(0) == token_ids.shape(0), "slot_mapping and token_ids differ in length");
+    check(block_tables[g].shape(0) == context_lens.shape(0), "block_tables needs one row for each request");
+    in.groups.push_back({slot_mapping[g].data(), block_tables[g].data(), static_cast<int64_t>(block_tables[g].shape(1))});
+  }
+  check_inputs(p, in);
+  nb::gil_scoped_release release;
+  p.run(in);
+}
+
+}  // namespace
+
+void register_program(nb::module_& m) {
+  using namespace nb::literals;
+  nb::class_<AttentionLayer>(m, "AttentionLayer")
+      .def("__init__",
+           [](AttentionLayer* self, int kv_type, int block_size, int num_heads, int num_kv_heads, int head_dim,
+              float scale, int window, float softcap) {
+             new (self) AttentionLayer(
+                 make_layer(kv_type, block_size, num_heads, num_kv_heads, head_dim, scale, window, softcap));
+           },
+           nb::kw_only(), "kv_type"_a, "block_size"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a,
+           "window"_a = 0, "softcap"_a = 0.0f)
+      .def_prop_ro("block_bytes", &AttentionLayer::block_bytes);
+
+  nb::class_<BoundProgram>(m, "Program")
+      .def(nb::init<int64_t, int64_t, int64_t>(), "max_tokens"_a, "max_logits"_a, "tile_rows"_a = 256)
+      .def("floats", &floats, "columns"_a, "logits"_a = false)
+      .def("activation", &activation, "weight"_a, "logits"_a = false)
+      .def("embed", &embed, "table"_a, "scale"_a, "out"_a, nb::keep_alive<1, 2>())
+      .def("rows", &rows, "source"_a, "columns"_a, nb::kw_only(), "norm"_a = nb::none(), "eps"_a = 0.0f, "hadamard"_a = 0,
+           "out"_a = kNone, "act"_a = kNone, "weight"_a = nb::none(), "gather"_a = false, "logits"_a = false)
+      .def("linear", &linear, "act"_a, "weight"_a, "out"_a, nb::kw_only(), "accumulate"_a = false, "gate"_a = "silu",
+           "logits"_a = false, nb::keep_alive<1, 3>())
+      .def("add", &add, "out"_a, "y"_a, "columns"_a, "scale"_a, "logits"_a = false)
+      .def("rope", &rope, "qkv"_a, "layer"_a, "cache"_a, "group"_a, "table"_a.none(), nb::kw_only(),
+           "interleaved"_a = false, "q_norm"_a = nb::none(), "k_norm"_a = nb::none(), "eps"_a = 0.0f)
+      .def("attention", &attention, "query"_a, "out"_a, "layer"_a, "cache"_a, "group"_a)
+      .def("scale_softcap", [](BoundProgram& p, int64_t columns, float scale, float softcap) {
+             p.append(make_scale_softcap({columns, scale, softcap}), 0);
+           }, "columns"_a, "scale"_a, "softcap"_a)
+      .def("finish", &BoundProgram::finish)
+      .def("run", &run, "token_ids"_a, "positions"_a, "query_start"_a, "context_lens"_a, "slot_mapping"_a,
+           "block_tables"_a, "logits_rows"_a, "logits"_a)
+      .def_prop_ro("arena_bytes", &BoundProgram::arena_bytes)
+      .def_prop_ro("num_instructions", &BoundProgram::num_instructions);
+}
+
 }  // namespace pm

@@ -1,5 +1,6 @@
 #include "program/instructions.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "linear/pack.h"
@@ -92,6 +93,7 @@ class Linear final : public Instruction {
 class Add final : public Instruction {
  public:
   explicit Add(AddSpec spec) : s_(spec) {}
+  RowKind rows() const override { return s_.rows; }
   std::vector<int> buffers() const override { return {s_.out, s_.y}; }
   void run(Team& team, const Frame& frame) const override {
     for_rows(team, frame, s_.columns, [&](int64_t row) {

@@ -46,6 +46,7 @@ struct LinearSpec {
 
 // out += scale * y.
 struct AddSpec {
+  RowKind rows;
   int out, y;
   int64_t columns;
   float scale;

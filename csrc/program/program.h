@@ -82,6 +82,12 @@ class Program {
   void finish();
   void run(const ProgramInputs& in);
 
+  // The attention layers that this step's tables must fit, one for each plan.
+  template <class F>
+  void for_each_plan(F f) const {
+    for (const PlanEntry& entry : plans_) f(entry.layer, entry.group);
+  }
+
   const AttentionPlan& plan(int i) const { return plans_[static_cast<size_t>(i)].plan; }
   const AttentionBatch& batch(int i) const { return plans_[static_cast<size_t>(i)].batch; }
   float* partials() const { return partials_.as<float>(); }

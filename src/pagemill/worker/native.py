@@ -1,0 +1,98 @@
+"""The native backend: a decoder's step recorded into a program, over KV memory in the kernels' own layout.
+
+Owns the native KV cache (opaque bytes, see csrc/ops/attention.h) and the logits buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from pagemill import _native
+from pagemill.core.kv_cache import KVCacheSpec
+from pagemill.core.messages import BlockCopy
+from pagemill.kernels.ops import StepInputs
+from pagemill.models.decoder import Decoder
+from pagemill.worker.graphs import Recorder, compile_program
+
+__all__ = ["NativeBackend", "unsupported"]
+
+KV_TYPES = {torch.bfloat16: 0, torch.float32: 1}
+
+
+def unsupported(kv_dtype: torch.dtype, block_size: int) -> str | None:
+    """Why the native kernels cannot serve this, or None."""
+    if kv_dtype not in KV_TYPES:
+        return f"their KV cache is bfloat16 or float32, not {str(kv_dtype).removeprefix('torch.')}"
+    if block_size % 16:
+        return f"their blocks are multiples of 16 tokens, not {block_size}"
+    return None
+
+
+class NativeBackend:
+    """One native call a step."""
+
+    name = "native"
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        specs: Sequence[KVCacheSpec],
+        kv_dtype: torch.dtype,
+        *,
+        max_tokens: int,
+        max_logits: int,
+    ) -> None:
+        reason = unsupported(kv_dtype, specs[0].block_size)
+        assert reason is None, reason
+        self.device = torch.device("cpu")
+        self._decoder = decoder  # its weights are borrowed by the program
+        self._specs = specs
+        self._layers: list[_native.AttentionLayer] = []
+        self._caches: list[torch.Tensor] = []  # per layer uint8 [num_blocks, block_bytes]
+        for attention in decoder.attention_specs:
+            spec = specs[attention.group]
+            layer = _native.AttentionLayer(
+                kv_type=KV_TYPES[kv_dtype],
+                block_size=spec.block_size,
+                num_heads=attention.num_heads,
+                num_kv_heads=attention.num_kv_heads,
+                head_dim=attention.head_dim,
+                scale=attention.scale,
+                window=attention.window or 0,
+                softcap=attention.softcap or 0.0,
+            )
+            self._layers.append(layer)
+            self._caches.append(torch.from_numpy(_native.allocate_bytes(spec.num_blocks, layer.block_bytes)))
+        recorder = Recorder()
+        decoder.forward(recorder)
+        self.program = compile_program(
+            recorder, self._caches, self._layers, max_tokens=max_tokens, max_logits=max_logits
+        )
+        self._max_logits = max_logits
+        # Not filled: pages cost nothing until a step writes them.
+        self._logits = torch.empty(max_logits, decoder.config.vocab_size)
+
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """One pass. The logits lie in a buffer of the backend and hold until the next call."""
+        wanted = inputs.logits_rows.shape[0]
+        self.program.run(
+            inputs.token_ids,
+            inputs.positions,
+            inputs.query_start,
+            inputs.context_lens,
+            inputs.slot_mapping,
+            inputs.block_tables,
+            inputs.logits_rows,
+            self._logits,
+        )
+        return self._logits[:wanted]
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Layer by layer."""
+        for copy in copies:
+            for layer in self._specs[copy.group].layers:
+                cache: np.ndarray[tuple[int, int], np.dtype[np.uint8]] = self._caches[layer].numpy()
+                cache[copy.target] = cache[copy.source]

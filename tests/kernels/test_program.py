@@ -1,0 +1,165 @@
+"""The recorded step against the reference ops, on every family, and its independence of load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagemill import _native
+from pagemill.config import EngineConfig
+from pagemill.core.kv_cache import KVCacheSpec
+from pagemill.kernels.ops import StepInputs
+from pagemill.kernels.reference import KVLayer, ReferenceOps
+from pagemill.models.checkpoint import open_checkpoint
+from pagemill.models.decoder import Decoder
+from pagemill.models.loader import load_model
+from pagemill.models.sources import resolve_source
+from pagemill.worker.native import NativeBackend
+from tests.models.tiny import FAMILIES, VOCAB_SIZE, tiny_checkpoint
+
+BLOCK = 16
+BLOCKS_A_ROW = 8
+MAX_TOKENS = 512
+
+
+@pytest.fixture(scope="module")
+def decoder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Decoder]:
+    folder = tmp_path_factory.mktemp("tiny")
+    loaded: dict[str, Decoder] = {}
+
+    def make(family: str) -> Decoder:
+        if family not in loaded:
+            path: Path = tiny_checkpoint(family, folder / family)
+            checkpoint = open_checkpoint(resolve_source(str(path)))
+            config = EngineConfig(model=str(path), dtype="float32")
+            loaded[family] = load_model(checkpoint, config, native=False)
+            checkpoint.close()
+        return loaded[family]
+
+    return make
+
+
+class Rows:
+    """Sequences in shuffled blocks, stepped through the native program or the reference."""
+
+    def __init__(self, decoder: Decoder, rows: int, *, seed: int = 0, kv: torch.dtype = torch.float32) -> None:
+        order = torch.randperm(rows * BLOCKS_A_ROW, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+        self.decoder, self.tables, self.lengths = decoder, order.view(rows, -1), [0] * rows
+        self.groups = 1 + max(spec.group for spec in decoder.attention_specs)
+        specs = [
+            KVCacheSpec(
+                kind="full",
+                layers=tuple(spec.layer for spec in decoder.attention_specs if spec.group == group),
+                block_size=BLOCK,
+                bytes_per_block=0,
+                num_blocks=order.numel(),
+            )
+            for group in range(self.groups)
+        ]
+        self.native = NativeBackend(decoder, specs, kv, max_tokens=MAX_TOKENS, max_logits=MAX_TOKENS)
+        shape = [(order.numel(), BLOCK, spec.num_kv_heads, spec.head_dim) for spec in decoder.attention_specs]
+        self.caches = [KVLayer(torch.zeros(s, dtype=kv), torch.zeros(s, dtype=kv)) for s in shape]
+
+    def inputs(self, new: dict[int, list[int]], wanted: str = "all") -> StepInputs:
+        """Append tokens to some rows; logits of all tokens, or of each row's last."""
+        tokens, positions, slots, starts, lengths = [], [], [], [0], []
+        for row, ids in new.items():
+            place = range(self.lengths[row], self.lengths[row] + len(ids))
+            tokens += ids
+            positions += place
+            slots += [int(self.tables[row, p // BLOCK]) * BLOCK + p % BLOCK for p in place]
+            self.lengths[row] += len(ids)
+            starts.append(len(tokens))
+            lengths.append(self.lengths[row])
+        rows = range(len(tokens)) if wanted == "all" else [end - 1 for end in starts[1:]]
+
+        def ints(values: object) -> torch.Tensor:
+            return torch.tensor(list(values), dtype=torch.int32)  # type: ignore[call-overload]
+
+        return StepInputs(
+            token_ids=ints(tokens),
+            positions=ints(positions),
+            query_start=ints(starts),
+            context_lens=ints(lengths),
+            slot_mapping=[ints(slots)] * self.groups,
+            block_tables=[self.tables[list(new)].contiguous()] * self.groups,
+            logits_rows=ints(rows),
+        )
+
+    def reference(self, inputs: StepInputs) -> torch.Tensor:
+        with torch.inference_mode():
+            return self.decoder.forward(ReferenceOps(inputs, self.caches))
+
+
+def tokens(n: int, seed: int) -> list[int]:
+    return torch.randint(5, VOCAB_SIZE, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_equals_the_reference(isa: str, family: str, decoder_of: Callable[[str], Decoder]) -> None:
+    """Chunks and decodes mixed, float32 throughout: only the order of sums differs."""
+    rows = Rows(decoder_of(family), 3)
+    steps = [
+        {0: tokens(37, 1)},
+        {0: tokens(1, 2), 1: tokens(20, 3)},
+        {2: tokens(5, 4), 0: tokens(1, 5), 1: tokens(60, 6)},
+    ]
+    for i, new in enumerate(steps):
+        inputs = rows.inputs(new, "all" if i % 2 else "last")
+        got = rows.native.forward(inputs)
+        torch.testing.assert_close(got, rows.reference(inputs), atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kv", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+def test_bytes_do_not_depend_on_load(
+    isa: str, kv: torch.dtype, decoder_of: Callable[[str], Decoder], threads: None
+) -> None:
+    """Logits of a prompt and a few decodes: alone, chunked, among others, on 1 and 2 threads."""
+    decoder = decoder_of("llama")
+    ids = tokens(100, 7)
+
+    def run(chunk: int, num_threads: int, others: int) -> torch.Tensor:
+        _native.set_num_threads(num_threads)
+        rows = Rows(decoder, 1 + others, seed=chunk, kv=kv)
+        got = []
+        for at in range(0, len(ids), chunk):
+            new = {row: tokens(1 + row % 3, row + at) for row in range(1, 1 + others) if rows.lengths[row] < 100}
+            new[0] = ids[at : at + chunk]
+            inputs = rows.inputs(new)
+            got.append(rows.native.forward(inputs)[-len(new[0]) :].clone())
+        return torch.cat(got)
+
+    alone = run(100, 1, 0)
+    assert torch.isfinite(alone).all()
+    for chunk, num_threads, others in [(1, 2, 0), (7, 1, 5), (64, 2, 2), (100, 2, 40)]:
+        assert torch.equal(alone, run(chunk, num_threads, others)), (chunk, num_threads, others)
+
+
+def test_a_step_without_logits_only_writes_the_cache(decoder_of: Callable[[str], Decoder]) -> None:
+    rows = Rows(decoder_of("llama"), 1)
+    first = rows.inputs({0: tokens(30, 8)}, "last")
+    rows.reference(first)
+    first.logits_rows = first.logits_rows[:0]
+    assert rows.native.forward(first).shape == (0, VOCAB_SIZE)
+    then = rows.inputs({0: tokens(1, 9)})
+    torch.testing.assert_close(rows.native.forward(then), rows.reference(then), atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("token_ids", VOCAB_SIZE, "outside the vocabulary"),
+        ("positions", 1 << 20, "past the rotary table"),
+        ("logits_rows", 99, "not in the step"),
+        ("context_lens", 4000, "longer than its block table"),
+    ],
+)
+def test_wild_indices_are_errors(name: str, value: int, message: str, decoder_of: Callable[[str], Decoder]) -> None:
+    rows = Rows(decoder_of("llama"), 1)
+    inputs = rows.inputs({0: tokens(5, 10)}, "last")
+    getattr(inputs, name)[-1] = value
+    with pytest.raises(ValueError, match=message):
+        rows.native.forward(inputs)
