@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -129,6 +130,41 @@ void attention(BoundProgram& p, int query, int out, const AttentionLayer& layer,
   p.append(make_attention({layer, p.plan_for(layer, group), cache.data(), query, out}), attention_scratch_floats(layer));
 }
 
+void moe(BoundProgram& p, int router, int act, int out, const std::vector<const PackedLinear*>& gate_up,
+         const std::vector<const PackedLinear*>& down, int64_t top_k, bool renormalize, int64_t down_hadamard,
+         const std::string& gate, bool logits) {
+  check(!gate_up.empty() && gate_up.size() == down.size(), "gate_up and down need one matrix for each expert");
+  check(top_k >= 1 && top_k <= static_cast<int64_t>(gate_up.size()), "top_k must be between 1 and the number of experts");
+  check(gate == "silu" || gate == "gelu_tanh", "gate must be silu or gelu_tanh");
+  for (size_t e = 0; e < gate_up.size(); ++e) {
+    check(gate_up[e]->gated && gate_up[e]->k == gate_up[0]->k && gate_up[e]->n == gate_up[0]->n &&
+              gate_up[e]->kind == gate_up[0]->kind && down[e]->k == gate_up[0]->n && down[e]->n == gate_up[0]->k &&
+              down[e]->kind == down[0]->kind,
+          "experts differ in shape or kind, or gate_up is not packed as gated");
+  }
+  MoeSpec spec;
+  spec.rows = logits ? RowKind::logits : RowKind::tokens;
+  spec.router = router;
+  spec.act = act;
+  spec.out = out;
+  spec.gate_up = gate_up;
+  spec.down = down;
+  spec.in_kind = activation_kind(*gate_up[0]);
+  spec.down_kind = activation_kind(*down[0]);
+  spec.hidden = gate_up[0]->k;
+  spec.intermediate = gate_up[0]->n;
+  spec.top_k = top_k;
+  spec.down_hadamard = down_hadamard;
+  spec.max_rows = std::min(p.tile_rows(), logits ? p.max_logits() : p.max_tokens());
+  spec.renormalize = renormalize;
+  spec.gate = gate == "silu" ? Gate::silu : Gate::gelu_tanh;
+  spec.pairs_in = p.new_buffer(spec.rows, top_k * activation_row_bytes(spec.in_kind, spec.hidden));
+  spec.inner = p.new_buffer(spec.rows, top_k * spec.intermediate * 4);
+  spec.pairs_act = p.new_buffer(spec.rows, top_k * activation_row_bytes(spec.down_kind, spec.intermediate));
+  spec.pairs_out = p.new_buffer(spec.rows, top_k * spec.hidden * 4);
+  p.append(make_moe(std::move(spec)), 0);
+}
+
 // Every index that an instruction follows, checked once a step: a wrong one must be an error, not a wild read.
 void check_inputs(const BoundProgram& p, const ProgramInputs& in) {
   for (int64_t i = 0; i < in.num_tokens; ++i) {
@@ -210,6 +246,8 @@ void register_program(nb::module_& m) {
       .def("scale_softcap", [](BoundProgram& p, int64_t columns, float scale, float softcap) {
              p.append(make_scale_softcap({columns, scale, softcap}), 0);
            }, "columns"_a, "scale"_a, "softcap"_a)
+      .def("moe", &moe, "router"_a, "act"_a, "out"_a, "gate_up"_a, "down"_a, nb::kw_only(), "top_k"_a, "renormalize"_a,
+           "down_hadamard"_a = 0, "gate"_a = "silu", "logits"_a = false, nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>())
       .def("finish", &BoundProgram::finish)
       .def("run", &run, "token_ids"_a, "positions"_a, "query_start"_a, "context_lens"_a, "slot_mapping"_a,
            "block_tables"_a, "logits_rows"_a, "logits"_a)

@@ -73,6 +73,21 @@ struct LogitsSpec {
   float scale, softcap;
 };
 
+// Buffers named pairs_* and inner hold top_k adjacent rows for each row.
+struct MoeSpec {
+  RowKind rows = RowKind::tokens;
+  int router = kNone;  // floats [num_experts]: the router's scores
+  int act = kNone;     // rows prepared for the experts' gate_up, of `in_kind`
+  int pairs_in = kNone, inner = kNone, pairs_act = kNone, pairs_out = kNone;
+  int out = kNone;
+  ActKind in_kind = ActKind::f32, down_kind = ActKind::f32;
+  std::vector<const PackedLinear*> gate_up, down;  // per expert
+  int64_t hidden = 0, intermediate = 0, top_k = 0, down_hadamard = 0;
+  int64_t max_rows = 0;  // of a tile
+  bool renormalize = false;
+  Gate gate = Gate::silu;
+};
+
 std::unique_ptr<Instruction> make_embed(EmbedSpec spec);
 std::unique_ptr<Instruction> make_rows(RowsSpec spec);
 std::unique_ptr<Instruction> make_linear(LinearSpec spec);
@@ -80,5 +95,6 @@ std::unique_ptr<Instruction> make_add(AddSpec spec);
 std::unique_ptr<Instruction> make_rope(RopeSpec spec);
 std::unique_ptr<Instruction> make_attention(AttentionSpec spec);
 std::unique_ptr<Instruction> make_scale_softcap(LogitsSpec spec);
+std::unique_ptr<Instruction> make_moe(MoeSpec spec);
 
 }  // namespace pm

@@ -93,6 +93,7 @@ class Program {
   float* partials() const { return partials_.as<float>(); }
   int64_t max_tokens() const { return max_tokens_; }
   int64_t max_logits() const { return max_logits_; }
+  int64_t tile_rows() const { return tile_rows_; }
   int64_t arena_bytes() const { return static_cast<int64_t>(arena_.size()); }
   int64_t num_instructions() const { return static_cast<int64_t>(instructions_.size()); }
 

@@ -10,9 +10,8 @@ Fusions, found from who reads which value:
 - gate and up are one product, with the activation in its epilogue;
 - what follows the last attention is computed for the rows that need logits alone.
 
-A weight is anything with ``packed``, the native matrix that holds it (packed as gated where it stacks gate and up), and
-optionally ``input_hadamard``, the block of the Hadamard transform that its inputs go through. Other weights are packed
-here, from their dequantised rows.
+A weight is anything with ``packed``, the native matrix that holds it (packed as gated where it stacks gate and up).
+Other weights are packed here, from their dequantised rows.
 """
 
 from __future__ import annotations
@@ -73,6 +72,10 @@ class Recorder:
         """act(gate) * up."""
         return self._node("gated", (x,), weight.out_features // 2, weight=weight, activation=activation)
 
+    def hadamard(self, x: Node, block: int) -> Node:
+        """Block by block."""
+        return self._node("hadamard", (x,), x.columns, block=block)
+
     def rope_and_cache(self, qkv: Node, spec: AttentionSpec) -> Node:
         """Rotated queries; keys and values go to the cache."""
         return self._node("rope", (qkv,), qkv.columns, spec=spec)
@@ -127,7 +130,7 @@ class _Lowering:
                 self.readers[value].append(node)
         self.last_attend = max((node.index for node in nodes if node.op == "attend"), default=-1)
         self.floats: dict[Node, int] = {}
-        self.prepared: dict[tuple[Node, str], int] = {}
+        self.prepared: dict[tuple[Node, int, bool], int] = {}
         self.packed: dict[tuple[LinearWeight, bool], _native.PackedLinear] = {}
 
     def run(self) -> _native.Program:
@@ -148,29 +151,24 @@ class _Lowering:
         self.floats[node] = self.program.floats(node.columns, logits=self._late(node))
         return self.floats[node]
 
-    def _source(self, node: Node) -> tuple[Node, torch.Tensor | None, float]:
-        """The node whose floats are in memory, and the norm that stands between it and ``node``."""
-        norm, eps = None, 0.0
-        while node not in self.floats:
-            if node.op == "rms_norm":
-                if norm is not None:
-                    break
-                norm, eps = node.args["weight"], node.args["eps"]
-            elif node.op != "select":
-                break
-            node = node.inputs[0]
-        assert node in self.floats, f"{node.op} was read before it was computed"
-        return node, norm, eps
-
     def _rows(self, node: Node, reader: Node, **to: Any) -> None:
-        """Bring a node's rows into the form that a reader wants."""
-        source, norm, eps = self._source(node)
+        """Bring a node's rows into the form that a reader wants, through the norm and the transform that lie between."""
+        source, norm, eps, hadamard = node, None, 0.0, 0
+        if source not in self.floats and source.op == "hadamard":
+            source, hadamard = source.inputs[0], source.args["block"]
+        while source not in self.floats and source.op in ("rms_norm", "select"):
+            if source.op == "rms_norm":
+                assert norm is None, "a norm of a norm needs a value between them"
+                norm, eps = source.args["weight"], source.args["eps"]
+            source = source.inputs[0]
+        assert source in self.floats, f"{source.op} was read before it was computed"
         late = self._late(reader)
         self.program.rows(
             self.floats[source],
             node.columns,
             norm=None if norm is None else norm.float().contiguous(),
             eps=eps,
+            hadamard=hadamard,
             gather=late and not self._late(source),
             logits=late,
             **to,
@@ -193,13 +191,12 @@ class _Lowering:
         assert found.gated == gated, "a weight that stacks gate and up must be packed as gated, others must not"
         return found
 
-    def _act(self, node: Node, reader: Node, weight: LinearWeight, packed: _native.PackedLinear) -> int:
+    def _act(self, node: Node, reader: Node, packed: _native.PackedLinear) -> int:
         """The node's rows, prepared for a product."""
-        hadamard = int(getattr(weight, "input_hadamard", 0))
-        key = (node, f"{packed.activation_kind} {hadamard} {self._late(reader)}")
+        key = (node, packed.activation_kind, self._late(reader))
         if key not in self.prepared:
             act = self.program.activation(packed, logits=self._late(reader))
-            self._rows(node, reader, act=act, weight=packed, hadamard=hadamard)
+            self._rows(node, reader, act=act, weight=packed)
             self.prepared[key] = act
         return self.prepared[key]
 
@@ -209,6 +206,9 @@ class _Lowering:
         self.program.embed(self._packed(node.args["weight"]), node.args["scale"], self._new_floats(node))
 
     def _rms_norm(self, node: Node) -> None:
+        """Left to its readers."""
+
+    def _hadamard(self, node: Node) -> None:
         """Left to its readers."""
 
     def _select(self, node: Node) -> None:
@@ -228,13 +228,13 @@ class _Lowering:
     def _product(self, node: Node, out: int, *, accumulate: bool) -> None:
         weight = node.args["weight"]
         packed = self._packed(weight)
-        act = self._act(node.inputs[0], node, weight, packed)
+        act = self._act(node.inputs[0], node, packed)
         self.program.linear(act, packed, out, accumulate=accumulate, logits=self._late(node))
 
     def _gated(self, node: Node) -> None:
         weight = node.args["weight"]
         packed = self._packed(weight, gated=True)
-        act = self._act(node.inputs[0], node, weight, packed)
+        act = self._act(node.inputs[0], node, packed)
         self.program.linear(act, packed, self._new_floats(node), gate=node.args["activation"], logits=self._late(node))
 
     def _adds_into(self, add: Node) -> bool:
@@ -276,10 +276,31 @@ class _Lowering:
         layer, cache = self.layers[spec.layer], self.caches[spec.layer]
         self.program.attention(query, self._new_floats(node), layer, cache, spec.group)
 
+    def _moe(self, node: Node) -> None:
+        weights: MoeWeights = node.args["weights"]
+        late = self._late(node)
+        router = self._packed(weights.router)
+        scores = self.program.floats(router.n, logits=late)
+        self.program.linear(self._act(node.inputs[0], node, router), router, scores, logits=late)
+        gate_up = [self._packed(weight, gated=True) for weight in weights.gate_up]
+        act = self._act(node.inputs[0], node, gate_up[0])
+        self.program.moe(
+            scores,
+            act,
+            self._new_floats(node),
+            gate_up,
+            [self._packed(weight) for weight in weights.down],
+            top_k=weights.experts_per_token,
+            renormalize=weights.renormalize,
+            down_hadamard=weights.down_hadamard,
+            gate=weights.activation,
+            logits=late,
+        )
+
     def _logits(self, node: Node) -> None:
         weight = node.args["weight"]
         packed = self._packed(weight)
-        act = self._act(node.inputs[0], node, weight, packed)
+        act = self._act(node.inputs[0], node, packed)
         self.program.linear(act, packed, -1, logits=True)
         scale, softcap = node.args["scale"], node.args["softcap"] or 0.0
         if scale != 1.0 or softcap:
