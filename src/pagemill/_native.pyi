@@ -5,6 +5,8 @@ ValueError for what does not fit, with the value and the limit. Every call that 
 
 from typing import Any, Literal
 
+import numpy
+
 Array = Any
 """torch.Tensor on the CPU, or numpy.ndarray."""
 
@@ -103,6 +105,10 @@ class PackedLinear:
     @property
     def has_min(self) -> bool: ...
     @property
+    def activation_kind(self) -> int:
+        """Which form of rows it is multiplied with under the instruction set in force; equal numbers, equal forms."""
+
+    @property
     def nbytes(self) -> int: ...
 
 def linear(
@@ -130,3 +136,196 @@ def quantize_group(x: Array, q: Array, scale: Array, total: Array) -> None:
 
 def hadamard(x: Array, block: int) -> None:
     """x [M, k] float32 in place: each ``block`` of values (a power of 2) times the orthonormal Hadamard matrix."""
+
+# ------------------------------------------------------------------------------------- attention and row ops
+
+def kv_block_bytes(kv_type: int, block_size: int, num_kv_heads: int, head_dim: int) -> int:
+    """Bytes of one block of one layer's KV cache. ``kv_type``: 0 bfloat16, 1 float32; ``block_size``: a multiple of 16.
+
+    The layout inside is the kernels' own (csrc/ops/attention.h).
+    """
+
+def allocate_bytes(rows: int, columns: int) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
+    """Zeroed uint8 [rows, columns] on huge pages; untouched pages take no memory."""
+
+def attention(
+    query: Array,
+    cache: Array,
+    query_start: Array,
+    context_lens: Array,
+    block_tables: Array,
+    out: Array,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    kv_type: int = 0,
+) -> None:
+    """Causal attention of each request's last queries over its cached keys.
+
+    query float32 [N, >= num_heads * head_dim], cache uint8 [num_blocks, kv_block_bytes()], query_start int32 [R + 1],
+    context_lens int32 [R] (new tokens included), block_tables int32 [R, max_blocks] (entries behind the window are not
+    read), out float32 [N, num_heads * head_dim]. ``window`` positions are seen, the query's own included; 0 sees all.
+    """
+
+def rope_and_cache(
+    qkv: Array,
+    cache: Array,
+    positions: Array,
+    slots: Array,
+    table: Array | None,
+    *,
+    interleaved: bool = False,
+    q_norm: Array | None = None,
+    k_norm: Array | None = None,
+    eps: float = 1e-6,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    kv_type: int = 0,
+) -> None:
+    """Norm and rotate the queries in place, and write normed, rotated keys and the values to the cache.
+
+    qkv float32 [N, (num_heads + 2 num_kv_heads) head_dim]; slots int32 [N]: block_id * block_size + offset, -1 to skip;
+    table float32 [max_positions, 2, rotary_dim / 2]: cosines, sines.
+    """
+
+def rms_norm(x: Array, weight: Array, eps: float, out: Array) -> None:
+    """out = x / sqrt(mean(x^2) + eps) * weight; float32 [N, K], [K], [N, K]."""
+
+def scale_softcap(x: Array, scale: float, cap: float = 0.0) -> None:
+    """x *= scale, then cap * tanh(x / cap) where cap > 0; in place."""
+
+# ------------------------------------------------------------------------------------- the recorded step
+
+class AttentionLayer:
+    """The constants of one layer's attention."""
+
+    def __init__(
+        self,
+        *,
+        kv_type: int,
+        block_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> None: ...
+    @property
+    def block_bytes(self) -> int:
+        """kv_block_bytes() of this layer."""
+
+class Program:
+    """Instructions over buffers, appended once and run once a step. Buffers are numbers; -1 is none.
+
+    ``logits``: over the rows with logits alone instead of all tokens.
+    """
+
+    def __init__(self, max_tokens: int, max_logits: int, tile_rows: int = 256) -> None: ...
+    def floats(self, columns: int, logits: bool = False) -> int:
+        """A new buffer of float32 rows."""
+
+    def activation(self, weight: PackedLinear, logits: bool = False) -> int:
+        """A new buffer of rows in the form that ``weight`` is multiplied with."""
+
+    def embed(self, table: PackedLinear, scale: float, out: int) -> None:
+        """Rows of the table for the step's token ids."""
+
+    def rows(
+        self,
+        source: int,
+        columns: int,
+        *,
+        norm: Array | None = None,
+        eps: float = 0.0,
+        hadamard: int = 0,
+        out: int = -1,
+        act: int = -1,
+        weight: PackedLinear | None = None,
+        gather: bool = False,
+        logits: bool = False,
+    ) -> None:
+        """Each row: gather (its token's) -> norm -> Hadamard -> ``out`` floats, ``act`` for ``weight``."""
+
+    def linear(
+        self,
+        act: int,
+        weight: PackedLinear,
+        out: int,
+        *,
+        accumulate: bool = False,
+        gate: str = "silu",
+        logits: bool = False,
+    ) -> None:
+        """A matrix product; ``out`` -1 is the step's logits."""
+
+    def add(self, out: int, y: int, columns: int, scale: float, logits: bool = False) -> None:
+        """out += scale * y."""
+
+    def rope(
+        self,
+        qkv: int,
+        layer: AttentionLayer,
+        cache: Array,
+        group: int,
+        table: Array | None,
+        *,
+        interleaved: bool = False,
+        q_norm: Array | None = None,
+        k_norm: Array | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """rope_and_cache() in place."""
+
+    def attention(self, query: int, out: int, layer: AttentionLayer, cache: Array, group: int) -> None:
+        """attention(); the query rows may be those of the fused projection."""
+
+    def scale_softcap(self, columns: int, scale: float, softcap: float) -> None:
+        """Of the logits."""
+
+    def moe(
+        self,
+        router: int,
+        act: int,
+        out: int,
+        gate_up: list[PackedLinear],
+        down: list[PackedLinear],
+        *,
+        top_k: int,
+        renormalize: bool,
+        down_hadamard: int = 0,
+        gate: str = "silu",
+        logits: bool = False,
+    ) -> None:
+        """A mixture of experts over router scores and prepared rows."""
+
+    def finish(self) -> None:
+        """Lay out the memory; nothing can be appended afterwards."""
+
+    def run(
+        self,
+        token_ids: Array,
+        positions: Array,
+        query_start: Array,
+        context_lens: Array,
+        slot_mapping: list[Array],
+        block_tables: list[Array],
+        logits_rows: Array,
+        logits: Array,
+    ) -> None:
+        """One step; arrays as in kernels.ops.StepInputs, logits float32 [>= L, V]. ValueError for any wild index."""
+
+    @property
+    def arena_bytes(self) -> int:
+        """Memory of all buffers."""
+
+    @property
+    def num_instructions(self) -> int:
+        """Length."""

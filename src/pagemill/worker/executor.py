@@ -33,7 +33,7 @@ from pagemill.platform import MemoryInfo, Platform, select_platform
 from pagemill.sampling.sampler import Sampler
 from pagemill.worker.backend import Backend, ReferenceBackend
 from pagemill.worker.input_batch import InputBatch
-from pagemill.worker.model_runner import Forward, ModelRunner
+from pagemill.worker.model_runner import MAX_PROMPT_LOGITS, Forward, ModelRunner
 
 __all__ = ["Executor", "InprocExecutor"]
 
@@ -110,7 +110,19 @@ class InprocExecutor:
             plan, kv_dtype = _plan(config, decoder, platform, memory)
             log.info("%s", plan.render())
         with phases("allocate"):
-            backend: Backend = ReferenceBackend(decoder, plan.specs, kv_dtype, platform.device)
+            backend: Backend
+            if native:
+                from pagemill.worker.native import NativeBackend
+
+                backend = NativeBackend(
+                    decoder,
+                    plan.specs,
+                    kv_dtype,
+                    max_tokens=config.max_num_batched_tokens,
+                    max_logits=config.max_num_seqs + MAX_PROMPT_LOGITS,
+                )
+            else:
+                backend = ReferenceBackend(decoder, plan.specs, kv_dtype, platform.device)
             batch = InputBatch(
                 max_rows=config.max_num_seqs,
                 max_model_len=plan.max_model_len,
@@ -169,7 +181,7 @@ class _Phases:
 
 def _use_native(config: EngineConfig, platform: Platform) -> bool:
     """Whether the native kernels run the steps; the choice and its reason are logged."""
-    reason = "--kernels=reference" if config.kernels == "reference" else _why_not_native(platform)
+    reason = "--kernels=reference" if config.kernels == "reference" else _why_not_native(config, platform)
     if reason is None:
         log.info("kernels: native")
         return True
@@ -183,14 +195,18 @@ def _use_native(config: EngineConfig, platform: Platform) -> bool:
     return False
 
 
-def _why_not_native(platform: Platform) -> str | None:
+def _why_not_native(config: EngineConfig, platform: Platform) -> str | None:
     if platform.name != "cpu":
         return f"they run on CPUs, not on {platform.name}"
     try:
         importlib.import_module("pagemill._native")
     except ImportError as error:
         return f"they were not built: {error}"
-    return "no program runs on them yet"
+    if config.kv_cache_dtype == "float16":
+        return "their KV cache is bfloat16 or float32, not float16"
+    if config.block_size % 16:
+        return f"their blocks are multiples of 16 tokens, not {config.block_size}"
+    return None
 
 
 def _plain_where_it_fits(config: EngineConfig, checkpoint: Checkpoint, memory: MemoryInfo) -> EngineConfig:

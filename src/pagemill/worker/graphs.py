@@ -17,7 +17,7 @@ Other weights are packed here, from their dequantised rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -152,7 +152,7 @@ class _Lowering:
         return self.floats[node]
 
     def _rows(self, node: Node, reader: Node, **to: Any) -> None:
-        """Bring a node's rows into the form that a reader wants, through the norm and the transform that lie between."""
+        """Bring a node's rows into the form that a reader wants, through the norm and the transform between."""
         source, norm, eps, hadamard = node, None, 0.0, 0
         if source not in self.floats and source.op == "hadamard":
             source, hadamard = source.inputs[0], source.args["block"]
@@ -310,7 +310,7 @@ class _Lowering:
 def _pack(weight: LinearWeight, gated: bool) -> _native.PackedLinear:
     """A weight without native memory of its own: bfloat16 if that loses nothing, else float32."""
     rows = weight.dequantize()
-    kind = "bf16" if torch.equal(rows.bfloat16().float(), rows) else "f32"
+    kind: Literal["bf16", "f32"] = "bf16" if torch.equal(rows.bfloat16().float(), rows) else "f32"
     bias = getattr(weight, "bias", None)
     packed = _native.PackedLinear(kind, rows.shape[0], rows.shape[1], gated=gated, bias=bias is not None)
     packed.write_floats(0, rows)
