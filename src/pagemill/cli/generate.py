@@ -104,9 +104,14 @@ class AnswerFile:
 
     def write(self, line: dict[str, Any]) -> None:
         """Append one answer."""
-        self._file.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
-        if time.monotonic() - self._synced_s > SYNC_S:
-            self.sync()
+        try:
+            self._file.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
+            if time.monotonic() - self._synced_s > SYNC_S:
+                self.sync()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise ConfigError(f"--output: {error.strerror}; what was written is whole, run it again to go on") from None
 
     def sync(self) -> None:
         """Make sure that what was written survives a power cut."""
