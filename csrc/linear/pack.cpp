@@ -20,6 +20,8 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
+#include <vector>
 
 #include "core/team.h"
 #include "linear/half.h"
@@ -38,24 +40,51 @@ int64_t packed_column(const PackedLinear& w, int64_t i) {
   return feature / 8 * kPanel + feature % 8 + (i < w.n ? 0 : 8);
 }
 
-float source_value(const FloatRows& rows, int64_t row, int64_t k) {
-  const int64_t at = row * rows.ld + k;
-  switch (rows.type) {
-    case SourceType::f32: return static_cast<const float*>(rows.data)[at];
-    case SourceType::f16: return half_to_float(static_cast<const uint16_t*>(rows.data)[at]);
-    case SourceType::bf16: return bf16_to_float(static_cast<const uint16_t*>(rows.data)[at]);
+// A row of floats: the source itself, or its values widened into `room`.
+const float* float_row(const FloatRows& rows, int64_t row, int64_t k, std::vector<float>& room) {
+  if (rows.type == SourceType::f32) return static_cast<const float*>(rows.data) + row * rows.ld;
+  const uint16_t* halves = static_cast<const uint16_t*>(rows.data) + row * rows.ld;
+  room.resize(static_cast<size_t>(k));
+  if (rows.type == SourceType::f16) {
+    for (int64_t i = 0; i < k; ++i) room[static_cast<size_t>(i)] = half_to_float(halves[i]);
+  } else {
+    for (int64_t i = 0; i < k; ++i) room[static_cast<size_t>(i)] = bf16_to_float(halves[i]);
   }
-  return 0;
+  return room.data();
 }
 
-// The byte of value k of packed column c, for kinds with `bytes` per value and `per_step` values per step.
-std::byte* at(PackedLinear& w, int64_t c, int64_t k, int64_t per_step, int64_t bytes) {
-  return w.data.as<std::byte>() + c / kPanel * w.panel_bytes + k / per_step * kStepBytes + c % kPanel * 4 +
-         k % per_step * bytes;
+// The first of packed column c's 4-byte words, one a step; a word holds kValues values of k.
+std::byte* words(PackedLinear& w, int64_t c) {
+  return w.data.as<std::byte>() + c / kPanel * w.panel_bytes + c % kPanel * 4;
 }
 
-uint8_t* nibble_at(PackedLinear& w, int64_t c, int64_t k) {
-  return w.data.as<uint8_t>() + c / kPanel * w.panel_bytes + k / 8 * kStepBytes + c % kPanel * 4 + k % 4;
+// fill(bytes, k, n) writes values k .. k + n - 1 into their word; n is the constant kValues but in a last, short word.
+template <int64_t kValues, class Fill>
+void write_words(PackedLinear& w, int64_t c, Fill&& fill) {
+  std::byte* word = words(w, c);
+  int64_t k = 0;
+  for (; k + kValues <= w.k; k += kValues, word += kStepBytes) {
+    uint8_t bytes[4];
+    fill(bytes, k, std::integral_constant<int64_t, kValues>());
+    std::memcpy(word, bytes, 4);
+  }
+  if (k < w.k) {
+    uint8_t bytes[4];
+    std::memcpy(bytes, word, 4);
+    fill(bytes, k, std::min<int64_t>(w.k - k, kValues - 1));
+    std::memcpy(word, bytes, 4);
+  }
+}
+
+// take(bytes, k, n) reads them.
+template <int64_t kValues, class Take>
+void read_words(PackedLinear& w, int64_t c, Take&& take) {
+  const std::byte* word = words(w, c);
+  for (int64_t k = 0; k < w.k; k += kValues, word += kStepBytes) {
+    uint8_t bytes[4];
+    std::memcpy(bytes, word, 4);
+    take(bytes, k, std::min(kValues, w.k - k));
+  }
 }
 
 uint16_t* scale_at(PackedLinear& w, int64_t c, int64_t group) {
@@ -140,16 +169,19 @@ void write_float_rows(PackedLinear& w, int64_t first, int64_t count, const Float
   check_rows(w, first, count);
   check_kind(w.kind == WeightKind::f32 || w.kind == WeightKind::bf16, "floats");
   for_rows(count, [&](int64_t i) {
+    thread_local std::vector<float> room;
+    const float* source = float_row(rows, i, w.k, room);
     const int64_t c = packed_column(w, first + i);
-    for (int64_t k = 0; k < w.k; ++k) {
-      const float value = source_value(rows, i, k);
-      if (w.kind == WeightKind::f32) {
-        std::memcpy(at(w, c, k, 1, 4), &value, 4);
-      } else {
-        const uint16_t rounded = float_to_bf16(value);
-        std::memcpy(at(w, c, k, 2, 2), &rounded, 2);
-      }
+    if (w.kind == WeightKind::f32) {
+      write_words<1>(w, c, [&](uint8_t* bytes, int64_t k, auto) { std::memcpy(bytes, source + k, 4); });
+      return;
     }
+    write_words<2>(w, c, [&](uint8_t* bytes, int64_t k, auto n) {
+      for (int64_t j = 0; j < n; ++j) {
+        const uint16_t rounded = float_to_bf16(source[k + j]);
+        std::memcpy(bytes + 2 * j, &rounded, 2);
+      }
+    });
   });
 }
 
@@ -157,15 +189,19 @@ void write_rounded_int8_rows(PackedLinear& w, int64_t first, int64_t count, cons
   check_rows(w, first, count);
   check_kind(w.kind == WeightKind::int8, "int8 rows");
   for_rows(count, [&](int64_t i) {
+    thread_local std::vector<float> room;
+    const float* source = float_row(rows, i, w.k, room);
     const int64_t c = packed_column(w, first + i);
     float absmax = 0;
-    for (int64_t k = 0; k < w.k; ++k) absmax = std::max(absmax, std::fabs(source_value(rows, i, k)));
+    for (int64_t k = 0; k < w.k; ++k) absmax = std::max(absmax, std::fabs(source[k]));
     const float inverse = absmax > 0 ? 127.0f / absmax : 0.0f;
     w.column_scale.as<float>()[c] = absmax / 127.0f;
-    for (int64_t k = 0; k < w.k; ++k) {
-      const float q = std::clamp(std::nearbyint(source_value(rows, i, k) * inverse), -127.0f, 127.0f);
-      *reinterpret_cast<uint8_t*>(at(w, c, k, 4, 1)) = static_cast<uint8_t>(static_cast<int>(q) + 128);
-    }
+    write_words<4>(w, c, [&](uint8_t* bytes, int64_t k, auto n) {
+      for (int64_t j = 0; j < n; ++j) {
+        const float q = std::clamp(std::nearbyint(source[k + j] * inverse), -127.0f, 127.0f);
+        bytes[j] = static_cast<uint8_t>(static_cast<int>(q) + 128);
+      }
+    });
   });
 }
 
@@ -174,10 +210,11 @@ void write_int8_rows(PackedLinear& w, int64_t first, int64_t count, const int8_t
   check_kind(w.kind == WeightKind::int8, "int8 rows");
   for_rows(count, [&](int64_t i) {
     const int64_t c = packed_column(w, first + i);
+    const int8_t* source = q + i * ld;
     w.column_scale.as<float>()[c] = scale[i];
-    for (int64_t k = 0; k < w.k; ++k) {
-      *reinterpret_cast<uint8_t*>(at(w, c, k, 4, 1)) = static_cast<uint8_t>(q[i * ld + k] + 128);
-    }
+    write_words<4>(w, c, [&](uint8_t* bytes, int64_t k, auto n) {
+      for (int64_t j = 0; j < n; ++j) bytes[j] = static_cast<uint8_t>(source[k + j] + 128);
+    });
   });
 }
 
@@ -201,17 +238,26 @@ void write_group_rows(PackedLinear& w, int64_t first, int64_t count, const uint8
       place[0] = float_to_half(scale[i * groups + g] / power);
       if (min_row != nullptr) place[kPanel] = float_to_half(min_row[g] / power);
     }
-    bool ok = true;
-    for (int64_t k = 0; k < w.k; ++k) {
-      const int value = q[i * ld + k] + shift;
-      ok = ok && value >= 0 && value <= (four ? 15 : 255);
-      if (four) {
-        *nibble_at(w, c, k) |= static_cast<uint8_t>(value << (k % 8 < 4 ? 0 : 4));
-      } else {
-        *reinterpret_cast<uint8_t*>(at(w, c, k, 4, 1)) = static_cast<uint8_t>(value);
-      }
+    const uint8_t* source = q + i * ld;
+    int seen = 0;  // every bit of every value: one outside its range sets a bit above it, or the sign
+    if (four) {
+      write_words<8>(w, c, [&](uint8_t* bytes, int64_t k, auto n) {
+        for (int64_t j = 0; j < 4; ++j) {
+          const int low = j < n ? source[k + j] : 0, high = 4 + j < n ? source[k + 4 + j] : 0;
+          seen |= low | high;
+          bytes[j] = static_cast<uint8_t>(low | high << 4);
+        }
+      });
+    } else {
+      write_words<4>(w, c, [&](uint8_t* bytes, int64_t k, auto n) {
+        for (int64_t j = 0; j < n; ++j) {
+          const int value = source[k + j] + shift;
+          seen |= value;
+          bytes[j] = static_cast<uint8_t>(value);
+        }
+      });
     }
-    if (!ok) fits.store(false);
+    if ((seen & (four ? ~15 : ~255)) != 0) fits.store(false);
   });
   if (!fits) throw std::invalid_argument(four ? "a 4-bit value above 15" : "q - zero does not fit int8");
 }
@@ -226,24 +272,42 @@ void unpack_row(const PackedLinear& packed, int64_t row, float* out) {
   PackedLinear& w = const_cast<PackedLinear&>(packed);  // only read; the address functions are shared with writing
   const int64_t c = packed_column(w, row);
   const float column = w.column_scale.as<float>()[c];
-  for (int64_t k = 0; k < w.k; ++k) {
-    if (w.kind == WeightKind::f32) {
-      std::memcpy(out + k, at(w, c, k, 1, 4), 4);
-    } else if (w.kind == WeightKind::bf16) {
-      uint16_t bits;
-      std::memcpy(&bits, at(w, c, k, 2, 2), 2);
-      out[k] = bf16_to_float(bits);
-    } else if (w.kind == WeightKind::int8) {
-      out[k] = static_cast<float>(*reinterpret_cast<uint8_t*>(at(w, c, k, 4, 1)) - 128) * column;
-    } else {
-      const bool four = w.kind == WeightKind::group4;
-      const int q = four ? *nibble_at(w, c, k) >> (k % 8 < 4 ? 0 : 4) & 15
-                         : *reinterpret_cast<uint8_t*>(at(w, c, k, 4, 1));
-      const uint16_t* place = scale_at(w, c, k / w.group);
-      const float scale = half_to_float(place[0]) * column;
-      out[k] = w.has_min ? scale * static_cast<float>(q) + half_to_float(place[kPanel]) * column
-                         : scale * static_cast<float>(q - (four ? 8 : 128));
-    }
+  switch (w.kind) {
+    case WeightKind::f32:
+      read_words<1>(w, c, [&](const uint8_t* bytes, int64_t k, int64_t) { std::memcpy(out + k, bytes, 4); });
+      return;
+    case WeightKind::bf16:
+      read_words<2>(w, c, [&](const uint8_t* bytes, int64_t k, int64_t n) {
+        for (int64_t j = 0; j < n; ++j) {
+          uint16_t bits;
+          std::memcpy(&bits, bytes + 2 * j, 2);
+          out[k + j] = bf16_to_float(bits);
+        }
+      });
+      return;
+    case WeightKind::int8:
+      read_words<4>(w, c, [&](const uint8_t* bytes, int64_t k, int64_t n) {
+        for (int64_t j = 0; j < n; ++j) out[k + j] = static_cast<float>(bytes[j] - 128) * column;
+      });
+      return;
+    case WeightKind::group4:
+      read_words<8>(w, c, [&](const uint8_t* bytes, int64_t k, int64_t n) {
+        for (int64_t j = 0; j < n; ++j) out[k + j] = static_cast<float>(j < 4 ? bytes[j] & 15 : bytes[j - 4] >> 4);
+      });
+      break;
+    case WeightKind::group8:
+      read_words<4>(w, c, [&](const uint8_t* bytes, int64_t k, int64_t n) {
+        for (int64_t j = 0; j < n; ++j) out[k + j] = static_cast<float>(bytes[j]);
+      });
+      break;
+  }
+  const float zero = w.has_min ? 0.0f : w.kind == WeightKind::group4 ? 8.0f : 128.0f;
+  for (int64_t start = 0; start < w.k; start += w.group) {
+    const uint16_t* place = scale_at(w, c, start / w.group);
+    const float scale = half_to_float(place[0]) * column;
+    const float minimum = w.has_min ? half_to_float(place[kPanel]) * column : 0.0f;
+    const int64_t stop = std::min(w.k, start + w.group);
+    for (int64_t k = start; k < stop; ++k) out[k] = scale * (out[k] - zero) + minimum;
   }
 }
 
