@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from os import PathLike, fspath
 from typing import Any, Self, TypeVar
 
 from pagemill.config import DEFAULT_MODEL, EngineConfig, validate
@@ -45,12 +46,12 @@ class LLM:
     :class:`~pagemill.config.EngineConfig`'s. Not for several threads at once.
     """
 
-    def __init__(self, model: str = DEFAULT_MODEL, **fields: Any) -> None:
+    def __init__(self, model: str | PathLike[str] = DEFAULT_MODEL, **fields: Any) -> None:
         known = [field.name for field in dataclasses.fields(EngineConfig)]
         for name in fields:
             if name not in known:
                 raise ConfigError(f"unknown engine option {name!r}; known: {', '.join(known)}")
-        self._open(EngineConfig(model=model, **fields))
+        self._open(EngineConfig(model=fspath(model), **fields))
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:

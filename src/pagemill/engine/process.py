@@ -235,5 +235,7 @@ def _serve(order: StartOrder, socket: _Socket) -> None:
         progressed = core.step()
         heartbeat.beat()
         if not progressed and not core.stopping:
+            if order.log_level == "debug":
+                core.scheduler.check_invariants()
             socket.wait(IDLE_S)
     executor.shutdown()
