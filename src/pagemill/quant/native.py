@@ -100,7 +100,7 @@ class NativeInt8Weight(NativeWeight):
 
     def write(self, row: int, q: torch.Tensor, scale: torch.Tensor) -> None:
         """Rows from ``row`` on: int8 [n, in_features], float32 [n]."""
-        self.packed.write_int8(row, q, scale)
+        self.packed.write_int8(row, q.contiguous(), scale.contiguous())
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """x W^T + bias in x's type, x rounded to int8 row by row, as the kernel does."""
