@@ -8,4 +8,5 @@ NB_MODULE(_native, m) {
   pm::register_linear(m);
   pm::register_ops(m);
   pm::register_program(m);
+  pm::register_sampling(m);
 }

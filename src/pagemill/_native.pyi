@@ -329,3 +329,28 @@ class Program:
     @property
     def num_instructions(self) -> int:
         """Length."""
+
+# ------------------------------------------------------------------------------------- sampling
+
+def row_extremes(logits: Array, best: Array, highest: Array, finite: Array) -> None:
+    """Of each row of logits [R, V] float32: the lowest id of the highest logit, that logit, whether all are finite.
+
+    best [R] int64, highest [R] float32, finite [R] bool.
+    """
+
+def draw_rows(
+    logits: Array,
+    index: Array,
+    temperature: Array,
+    top_k: Array,
+    top_p: Array,
+    min_p: Array,
+    seed: Array,
+    position: Array,
+    out: Array,
+) -> None:
+    """A token for each of the rows ``index`` [n] int64 of logits [R, V] float32 into out [n] int64.
+
+    temperature, top_p, min_p [n] float32, top_k [n] int32 (0: off), seed [n] uint64, position [n] int64. The draw is
+    the one that pagemill/sampling/noise.py defines.
+    """

@@ -1,5 +1,6 @@
 """What a row asks for is what it gets, and nothing of its neighbours."""
 
+import importlib.util
 import math
 from typing import Any
 
@@ -8,11 +9,25 @@ import pytest
 import torch
 
 from pagemill.params import SamplingParams
+from pagemill.sampling.picker import Picker, TorchPicker
 from pagemill.sampling.processors import Penalties
 from pagemill.sampling.sampler import Sampled, Sampler
 from pagemill.sampling.table import RowRequest
 
 VOCAB = 40
+PICKERS: list[Picker] = [TorchPicker()]
+if importlib.util.find_spec("pagemill._native") is not None:
+    from pagemill.sampling.native import NativePicker
+
+    PICKERS.append(NativePicker())
+
+
+@pytest.fixture(params=PICKERS, ids=lambda picker: str(picker.name), autouse=True)
+def picker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Picker:
+    """Everything here holds for each way to pick."""
+    monkeypatch.setattr("pagemill.sampling.sampler.TorchPicker", lambda: request.param)
+    chosen: Picker = request.param
+    return chosen
 
 
 def request(

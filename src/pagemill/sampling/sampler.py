@@ -17,16 +17,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagemill.sampling.logprobs import TokenLogprobs, ordered_topk, token_logprobs
-from pagemill.sampling.noise import uniforms
+from pagemill.sampling.logprobs import TokenLogprobs, token_logprobs
+from pagemill.sampling.picker import Picker, TorchPicker
 from pagemill.sampling.processors import LogitsProcessor, apply_bitmask, default_processors
 from pagemill.sampling.table import RowRequest, SamplingTable
 
 __all__ = ["Sampled", "Sampler"]
 
 Rows = NDArray[np.int64]
-_FIRST_TOP_P = 256
-"""Candidates sorted first for top_p; eight times as many while they do not hold enough mass."""
 
 
 @dataclass(slots=True)
@@ -42,8 +40,15 @@ class Sampled:
 class Sampler:
     """Sampling for the rows of one worker."""
 
-    def __init__(self, max_rows: int, vocab_size: int, processors: Sequence[LogitsProcessor] | None = None) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        vocab_size: int,
+        picker: Picker | None = None,
+        processors: Sequence[LogitsProcessor] | None = None,
+    ) -> None:
         self.table = SamplingTable(max_rows)
+        self._picker: Picker = picker or TorchPicker()
         self._processors = tuple(default_processors(vocab_size) if processors is None else processors)
         self._processed = np.zeros(max_rows, np.bool_)
 
@@ -69,21 +74,21 @@ class Sampler:
         ``rows`` [R]: permanent rows; ``positions`` [R]: index in its sequence of the token to draw; ``mask`` int32
         [R, ceil(V / 32)]: allowed tokens by bit, lowest first.
         """
-        tokens, lowest, highest = _extremes(logits)
-        non_finite = ~(np.isfinite(lowest) & np.isfinite(highest))
+        tokens, _, finite = self._picker.best(logits)
+        non_finite = ~finite
         if non_finite.any():
             logits[torch.from_numpy(non_finite).to(logits.device)] = 0.0
         asked = np.flatnonzero(self.table.num_logprobs[rows] >= 0)
         raw = logits[torch.from_numpy(asked).to(logits.device)] if len(asked) else None
         if self._change(logits, rows, mask):
-            tokens, _, highest = _extremes(logits)
+            tokens, highest, _ = self._picker.best(logits)
             nothing = np.isneginf(highest)  # every token is forbidden
             if nothing.any():
                 non_finite |= nothing
                 logits[torch.from_numpy(nothing).to(logits.device)] = 0.0
         drawn = np.flatnonzero(~self.table.greedy[rows])
         if len(drawn):
-            tokens[drawn] = self._draw(logits, drawn, rows[drawn], positions[drawn])
+            tokens[drawn] = self._picker.draw(logits, drawn, self.table, rows[drawn], positions[drawn])
         self._accept(rows, tokens, non_finite)
         return Sampled(tokens, non_finite, self._logprobs(raw, asked, rows, tokens))
 
@@ -102,30 +107,6 @@ class Sampler:
             for processor in self._processors:
                 processor.accept(rows[taken], tokens[taken])
 
-    def _draw(self, logits: torch.Tensor, index: Rows, rows: Rows, positions: Rows) -> Rows:
-        """Tokens for the rows ``index`` of logits, drawn from what the filters leave."""
-        table, device = self.table, logits.device
-
-        def column(values: NDArray[np.float32] | NDArray[np.int32]) -> torch.Tensor:
-            return torch.from_numpy(values[rows]).to(device)[:, None]
-
-        scaled = logits if len(index) == len(logits) else logits[torch.from_numpy(index).to(device)]
-        scaled = (scaled - scaled.amax(dim=-1, keepdim=True)) / column(table.temperature)
-        weights = torch.exp(scaled)  # the best token's is 1
-        if (table.min_p[rows] > 0).any():
-            weights = weights.masked_fill(weights < column(table.min_p), 0.0)
-        for picked, top_k in _chosen(table.top_k[rows], (table.top_k[rows] > 0)):
-            where = torch.from_numpy(picked).to(device)
-            weights[where] = _keep_top_k(weights[where], torch.from_numpy(top_k).to(device))
-        for picked, top_p in _chosen(table.top_p[rows], table.top_p[rows] < 1):
-            where = torch.from_numpy(picked).to(device)
-            weights[where] = _keep_top_p(weights[where], torch.from_numpy(top_p).to(device).double())
-        mass = torch.cumsum(weights.double(), dim=-1)
-        noise = torch.from_numpy(uniforms(table.seed[rows], positions)).to(device)[:, None]
-        tokens = torch.searchsorted(mass, noise * mass[:, -1:], right=True)[:, 0]
-        last = weights.shape[1] - 1 - (weights > 0).flip(-1).to(torch.uint8).argmax(dim=-1)
-        return np.asarray(torch.minimum(tokens, last).cpu().numpy())
-
     def _logprobs(
         self, raw: torch.Tensor | None, asked: Rows, rows: Rows, tokens: Rows
     ) -> list[TokenLogprobs | None] | None:
@@ -136,47 +117,3 @@ class Sampler:
         for i, entry in zip(asked.tolist(), wanted, strict=True):
             found[i] = entry
         return found
-
-
-def _extremes(logits: torch.Tensor) -> tuple[Rows, NDArray[np.float32], NDArray[np.float32]]:
-    """Of each row of logits [R, V]: the first of the best tokens, the lowest and the highest logit (NaN if any is)."""
-    if logits.device.type == "cpu":  # numpy's are several times faster than torch's there
-        values: NDArray[np.float32] = logits.numpy()
-        best = values.argmax(axis=1)
-        return best, values.min(axis=1, initial=np.inf), np.take_along_axis(values, best[:, None], 1)[:, 0]
-    lowest, highest = torch.aminmax(logits, dim=-1)
-    return logits.argmax(dim=-1).cpu().numpy(), lowest.cpu().numpy(), highest.cpu().numpy()
-
-
-def _chosen(values: NDArray[np.generic], where: NDArray[np.bool_]) -> list[tuple[Rows, NDArray[np.generic]]]:
-    """The rows that use a filter and its values there; empty where none does."""
-    picked = np.flatnonzero(where)
-    return [(picked, values[picked])] if len(picked) else []
-
-
-def _keep_top_k(weights: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """Weights [R, V] with all but the top_k [R] heaviest at 0; among equals the lowest ids stay."""
-    most = min(int(top_k.max()), weights.shape[1])
-    best, ids = ordered_topk(weights, most, unordered=0.0)
-    best = best.masked_fill(torch.arange(most, device=best.device) >= top_k[:, None], 0.0)
-    return torch.zeros_like(weights).scatter_(1, ids, best)
-
-
-def _keep_top_p(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Weights [R, V] with all at 0 but the heaviest whose preceding mass is below top_p [R] (float64) of the whole."""
-    limit = top_p * torch.cumsum(weights.double(), dim=-1)[:, -1]
-    kept = torch.zeros_like(weights)
-    todo = torch.arange(len(weights), device=weights.device)
-    size = min(_FIRST_TOP_P, weights.shape[1])
-    while len(todo):
-        part = weights[todo]
-        best, ids = ordered_topk(part, size, unordered=0.0)
-        mass = torch.cumsum(best.double(), dim=-1)
-        before = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], dim=1)
-        best = best.masked_fill(before >= limit[todo, None], 0.0)
-        kept[todo] = torch.zeros_like(part).scatter_(1, ids, best)
-        if size == weights.shape[1]:
-            break
-        todo = todo[mass[:, -1] < limit[todo]]
-        size = min(8 * size, weights.shape[1])
-    return kept

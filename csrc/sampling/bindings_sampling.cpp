@@ -1,0 +1,91 @@
+// Sampling for Python: whole steps at a time, rows shared out over the team.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <stdexcept>
+#include <vector>
+
+#include "bindings.h"
+#include "core/team.h"
+#include "sampling/sampling.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace pm {
+namespace {
+
+template <class T>
+using Vec = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Logits = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+void check(bool ok, const char* what) {
+  if (!ok) throw std::invalid_argument(what);
+}
+
+void row_extremes(Logits logits, Vec<int64_t> best, Vec<float> highest, Vec<bool> finite) {
+  const size_t rows = logits.shape(0);
+  const int64_t vocab = static_cast<int64_t>(logits.shape(1));
+  check(best.shape(0) == rows && highest.shape(0) == rows && finite.shape(0) == rows,
+        "best, highest and finite must be as long as logits has rows");
+  check(vocab > 0 && vocab <= int64_t{1} << 27, "logits must have between 1 and 2^27 columns");
+  const float* data = logits.data();
+  nb::gil_scoped_release release;
+  const SamplingTable& table = pick_sampling();
+  parallel([&](Team& team) {
+    team.for_each(static_cast<int64_t>(rows), [&](int64_t r) {
+      const RowExtremes found = table.extremes(data + r * vocab, vocab);
+      best.data()[r] = found.best;
+      highest.data()[r] = found.highest;
+      finite.data()[r] = found.finite;
+    });
+  });
+}
+
+// One thread's memory, kept between steps.
+struct Scratch {
+  std::vector<float> weights, block_mass;
+  std::vector<Candidate> found;
+  DrawMemory of(int64_t vocab) {
+    if (static_cast<int64_t>(found.size()) < vocab) {
+      weights.resize(static_cast<size_t>(vocab + 16));
+      block_mass.resize(static_cast<size_t>(vocab / kMassBlock + 1));
+      found.resize(static_cast<size_t>(vocab));
+    }
+    return {weights.data(), block_mass.data(), found.data()};
+  }
+};
+
+void draw_rows(Logits logits, Vec<const int64_t> index, Vec<const float> temperature, Vec<const int32_t> top_k,
+               Vec<const float> top_p, Vec<const float> min_p, Vec<const uint64_t> seed, Vec<const int64_t> position,
+               Vec<int64_t> out) {
+  const size_t count = index.shape(0);
+  const int64_t rows = static_cast<int64_t>(logits.shape(0)), vocab = static_cast<int64_t>(logits.shape(1));
+  check(temperature.shape(0) == count && top_k.shape(0) == count && top_p.shape(0) == count &&
+            min_p.shape(0) == count && seed.shape(0) == count && position.shape(0) == count && out.shape(0) == count,
+        "all parameters must be as long as index");
+  for (size_t i = 0; i < count; ++i) {
+    check(index.data()[i] >= 0 && index.data()[i] < rows, "index names a row that logits does not have");
+    check(temperature.data()[i] > 0, "temperature must be positive");
+  }
+  nb::gil_scoped_release release;
+  const SamplingTable& table = pick_sampling();
+  parallel([&](Team& team) {
+    team.for_each(static_cast<int64_t>(count), [&](int64_t i) {
+      static thread_local Scratch scratch;
+      const Draw row{logits.data() + index.data()[i] * vocab, vocab, temperature.data()[i], min_p.data()[i],
+                     top_p.data()[i], top_k.data()[i], seed.data()[i], static_cast<uint64_t>(position.data()[i])};
+      out.data()[i] = draw(table, row, scratch.of(vocab));
+    });
+  });
+}
+
+}  // namespace
+
+void register_sampling(nb::module_& m) {
+  m.def("row_extremes", &row_extremes, "logits"_a, "best"_a, "highest"_a, "finite"_a);
+  m.def("draw_rows", &draw_rows, "logits"_a, "index"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "seed"_a,
+        "position"_a, "out"_a);
+}
+
+}  // namespace pm

@@ -1,0 +1,114 @@
+#include "sampling/sampling.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/isa.h"
+
+namespace pm {
+PM_DEFINE_PICK(SamplingTable, sampling)
+
+namespace {
+
+bool heavier(const Candidate& a, const Candidate& b) {
+  return a.weight > b.weight || (a.weight == b.weight && a.id < b.id);
+}
+
+double mass_of(const Candidate* found, int64_t count) {
+  double mass = 0;
+  for (int64_t i = 0; i < count; ++i) mass += found[i].weight;
+  return mass;
+}
+
+double mass_of(const float* block_mass, int64_t vocab) {
+  double mass = 0;
+  for (int64_t b = 0; b * kMassBlock < vocab; ++b) mass += block_mass[b];
+  return mass;
+}
+
+// Candidates enough for the filters: those above a bound that is lowered until top_k of them, or the mass of top_p, are
+// among them. Ascending ids.
+int64_t enough(const SamplingTable& table, const Draw& row, const DrawMemory& memory, double wanted_mass) {
+  for (float least = 0x1p-8f;; least = least > 0x1p-60f ? least * 0x1p-8f : 0x1p-149f) {
+    const int64_t count = table.collect(memory.weights, row.vocab, least, memory.found);
+    if (least == 0x1p-149f) return count;
+    if (row.top_k > 0 ? count >= row.top_k : mass_of(memory.found, count) >= wanted_mass) return count;
+  }
+}
+
+// Keeps of the candidates what top_k and top_p leave; returns how many, ids ascending again.
+int64_t filter(const Draw& row, Candidate* found, int64_t count, double whole) {
+  if (row.top_k > 0 && row.top_k < count) {
+    std::nth_element(found, found + row.top_k - 1, found + count, heavier);
+    count = row.top_k;
+  }
+  if (row.top_p < 1) {
+    std::sort(found, found + count, heavier);
+    const double limit = static_cast<double>(row.top_p) * (row.top_k > 0 ? mass_of(found, count) : whole);
+    double before = found[0].weight;
+    int64_t kept = 1;
+    while (kept < count && before < limit) before += found[kept++].weight;
+    count = kept;
+  }
+  std::sort(found, found + count, [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
+  return count;
+}
+
+int64_t pick(const Candidate* found, int64_t count, double noise) {
+  const double target = noise * mass_of(found, count);
+  double mass = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    mass += found[i].weight;
+    if (mass > target) return found[i].id;
+  }
+  return found[count - 1].id;
+}
+
+// Along whole blocks first, then along the weights of the one where the target lies.
+int64_t pick(const DrawMemory& memory, int64_t vocab, double target) {
+  double before = 0;
+  int64_t last_weighty = 0;
+  for (int64_t b = 0; b * kMassBlock < vocab; ++b) {
+    if (!(memory.block_mass[b] > 0)) continue;
+    last_weighty = b;
+    if (before + memory.block_mass[b] > target) break;
+    before += memory.block_mass[b];
+  }
+  const int64_t first = last_weighty * kMassBlock, last = std::min(first + kMassBlock, vocab);
+  int64_t picked = first;
+  for (int64_t i = first; i < last; ++i) {
+    if (!(memory.weights[i] > 0)) continue;
+    picked = i;
+    before += memory.weights[i];
+    if (before > target) break;
+  }
+  return picked;
+}
+
+}  // namespace
+
+double uniform(uint64_t seed, uint64_t position) {
+  uint32_t c0 = static_cast<uint32_t>(position), c1 = static_cast<uint32_t>(position >> 32), c2 = 0, c3 = 0;
+  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+  for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+    const uint64_t p0 = uint64_t{0xD2511F53u} * c0, p1 = uint64_t{0xCD9E8D57u} * c2;
+    c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0;
+    c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1;
+    c1 = static_cast<uint32_t>(p1);
+    c3 = static_cast<uint32_t>(p0);
+  }
+  return ((c0 >> 5) * 67108864.0 + (c1 >> 6) + 0.5) * 0x1p-53;
+}
+
+int64_t draw(const SamplingTable& table, const Draw& row, const DrawMemory& memory) {
+  const float highest = table.extremes(row.logits, row.vocab).highest;
+  table.weigh(row.logits, row.vocab, highest, 1.0f / row.temperature, row.min_p, memory.weights, memory.block_mass);
+  const double noise = uniform(row.seed, row.position);
+  const double whole = mass_of(memory.block_mass, row.vocab);
+  if ((row.top_k <= 0 || row.top_k >= row.vocab) && row.top_p >= 1) return pick(memory, row.vocab, noise * whole);
+  int64_t count = enough(table, row, memory, row.top_p * whole);
+  count = filter(row, memory.found, count, whole);
+  return pick(memory.found, count, noise);
+}
+
+}  // namespace pm

@@ -1,0 +1,62 @@
+// Choosing tokens: best token and finiteness of a row of logits, and seeded draws from filtered rows.
+//
+// Definition of a draw (pagemill/sampling/noise.py has the same for every sampler): with m = max of the row, token i
+// weighs w_i = exp((l_i - m) / T). min_p drops w_i < min_p; of the others top_k keeps the k heaviest and top_p of those
+// the heaviest while the mass before is below p of theirs; equal weights count by ascending id. One uniform number, from
+// (seed, position) alone, picks along the ids in ascending order.
+//
+// Exactness. Rows share nothing, and every sum's order depends on the row alone.
+#pragma once
+
+#include <cstdint>
+
+namespace pm {
+
+constexpr int kMassBlock = 256;  // weights that are summed together
+
+struct RowExtremes {
+  int64_t best;  // lowest id of the highest logit
+  float highest;
+  bool finite;
+};
+
+struct Candidate {
+  float weight;
+  int32_t id;
+};
+
+// One row to draw from.
+struct Draw {
+  const float* logits;  // [vocab], finite or -inf, not all -inf
+  int64_t vocab;
+  float temperature;  // > 0
+  float min_p;        // 0: off
+  float top_p;        // >= 1: off
+  int32_t top_k;      // 0: off
+  uint64_t seed;
+  uint64_t position;
+};
+
+struct SamplingTable {
+  RowExtremes (*extremes)(const float* logits, int64_t vocab);
+  // weights[i] = exp((logits[i] - highest) * scale), 0 where below `least`; block_mass[b] = their sum over each block of
+  // kMassBlock. Both padded: weights to a multiple of 16.
+  void (*weigh)(const float* logits, int64_t vocab, float highest, float scale, float least, float* weights,
+                float* block_mass);
+  // All (weight, id) with weight >= least, by ascending id, into found; returns how many.
+  int64_t (*collect)(const float* weights, int64_t vocab, float least, Candidate* found);
+};
+const SamplingTable& pick_sampling();
+
+// A number in (0, 1) from (seed, position): Philox4x32-10, stream 0.
+double uniform(uint64_t seed, uint64_t position);
+
+// Memory of one thread for draws from rows of up to `vocab` tokens.
+struct DrawMemory {
+  float* weights;      // [vocab rounded up to 16]
+  float* block_mass;   // [ceil(vocab / kMassBlock)]
+  Candidate* found;    // [vocab]
+};
+int64_t draw(const SamplingTable& table, const Draw& row, const DrawMemory& memory);
+
+}  // namespace pm

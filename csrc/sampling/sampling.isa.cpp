@@ -1,0 +1,105 @@
+#include "sampling/sampling.h"
+
+#include "isa/lanes_math.h"
+
+namespace pm::PM_ISA {
+namespace {
+
+PM_INLINE F16 lane_numbers() {
+  static constexpr float kNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return load(kNumbers);
+}
+
+// Highest value and the step at which each lane first saw it. Steps stay below 2^24, so floats hold them exactly.
+struct Best {
+  F16 value, step;
+};
+PM_INLINE void look(Best& best, F16 x, float step) {
+  const Mask m = greater(x, best.value);
+  best.value = select(m, x, best.value);
+  best.step = select(m, set1(step), best.step);
+}
+
+RowExtremes extremes(const float* logits, int64_t vocab) {
+  const float low = -__builtin_inff();
+  Best a{set1(low), zero()}, b{set1(low), zero()};
+  Mask sound = 0xffff;
+  int64_t i = 0;
+  for (; i + 32 <= vocab; i += 32) {
+    const F16 x = load(logits + i), y = load(logits + i + 16);
+    sound &= finite(x) & finite(y);
+    look(a, x, static_cast<float>(i / 16));
+    look(b, y, static_cast<float>(i / 16 + 1));
+  }
+  for (; i < vocab; i += 16) {
+    const Mask m = tail_mask(vocab - i);
+    const F16 x = load(logits + i, m);
+    sound &= finite(x);
+    look(a, select(m, x, set1(low)), static_cast<float>(i / 16));
+  }
+  float value[32], step[32];
+  store(value, a.value);
+  store(value + 16, b.value);
+  store(step, a.step);
+  store(step + 16, b.step);
+  RowExtremes found{0, low, sound == 0xffff};
+  bool any = false;
+  for (int lane = 0; lane < 32; ++lane) {
+    const int64_t id = static_cast<int64_t>(step[lane]) * 16 + lane % 16;
+    if (value[lane] > found.highest || (value[lane] == found.highest && value[lane] > low && id < found.best) ||
+        (!any && value[lane] > low)) {
+      found.best = id;
+      found.highest = value[lane];
+      any = true;
+    }
+  }
+  return found;
+}
+
+void weigh(const float* logits, int64_t vocab, float highest, float scale, float least, float* weights,
+           float* block_mass) {
+  const F16 top = set1(highest), factor = set1(scale), bound = set1(least);
+  for (int64_t first = 0; first < vocab; first += kMassBlock) {
+    const int64_t last = first + kMassBlock < vocab ? first + kMassBlock : vocab;
+    F16 s0 = zero(), s1 = zero();
+    int64_t i = first;
+    for (; i + 32 <= last; i += 32) {
+      F16 x = exp(mul(sub(load(logits + i), top), factor)), y = exp(mul(sub(load(logits + i + 16), top), factor));
+      x = zero_unless(greater_equal(x, bound), x);
+      y = zero_unless(greater_equal(y, bound), y);
+      store(weights + i, x);
+      store(weights + i + 16, y);
+      s0 = add(s0, x);
+      s1 = add(s1, y);
+    }
+    for (; i < last; i += 16) {
+      const Mask m = tail_mask(last - i);
+      F16 x = exp(mul(sub(load(logits + i, m), top), factor));
+      x = zero_unless(static_cast<Mask>(greater_equal(x, bound) & m), x);
+      store(weights + i, x);
+      s0 = add(s0, x);
+    }
+    block_mass[first / kMassBlock] = hsum(add(s0, s1));
+  }
+}
+
+int64_t collect(const float* weights, int64_t vocab, float least, Candidate* found) {
+  const F16 bound = set1(least);
+  int64_t count = 0;
+  for (int64_t i = 0; i < vocab; i += 16) {
+    const Mask m = tail_mask(vocab - i);
+    uint32_t hits = greater_equal(load(weights + i, m), bound) & m;
+    for (; hits; hits &= hits - 1) {
+      const int64_t id = i + __builtin_ctz(hits);
+      found[count++] = {weights[id], static_cast<int32_t>(id)};
+    }
+  }
+  return count;
+}
+
+}  // namespace
+
+extern const SamplingTable sampling_table;
+const SamplingTable sampling_table = {extremes, weigh, collect};
+
+}  // namespace pm::PM_ISA

@@ -1,0 +1,113 @@
+"""The best token of each row, and seeded draws from what the filters leave: in PyTorch's functions on any device.
+
+Owns the meaning of temperature, min_p, top_k and top_p (in that order; see noise.py for the draw itself). The native
+picker (native.py) does the same in one pass over each row. Neither may let rows touch each other.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pagemill.sampling.logprobs import ordered_topk
+from pagemill.sampling.noise import uniforms
+from pagemill.sampling.table import SamplingTable
+
+__all__ = ["Picker", "TorchPicker"]
+
+Rows = NDArray[np.int64]
+_FIRST_TOP_P = 256
+"""Candidates sorted first for top_p; eight times as many while they do not hold enough mass."""
+
+
+class Picker(Protocol):
+    """Finds tokens in rows of logits."""
+
+    name: str
+
+    def best(self, logits: torch.Tensor) -> tuple[Rows, NDArray[np.float32], NDArray[np.bool_]]:
+        """Of each row of logits float32 [R, V]: the lowest id of the highest logit, that logit, all finite or not."""
+
+    def draw(self, logits: torch.Tensor, index: Rows, table: SamplingTable, rows: Rows, positions: Rows) -> Rows:
+        """Tokens [n] for the rows ``index`` [n] of logits, whose parameters are in the permanent rows ``rows`` [n].
+
+        ``positions`` [n]: index in its sequence of each token to draw. No row is -inf throughout.
+        """
+
+
+class TorchPicker:
+    """The reference."""
+
+    name = "torch"
+
+    def best(self, logits: torch.Tensor) -> tuple[Rows, NDArray[np.float32], NDArray[np.bool_]]:
+        """numpy's argmax on a CPU (several times faster than torch's there), torch's elsewhere."""
+        if logits.device.type == "cpu":
+            values: NDArray[np.float32] = logits.numpy()
+            best, lowest = values.argmax(axis=1), values.min(axis=1)
+            highest = np.take_along_axis(values, best[:, None], 1)[:, 0]
+        else:
+            low, high = torch.aminmax(logits, dim=-1)
+            best, lowest, highest = (part.cpu().numpy() for part in (logits.argmax(dim=-1), low, high))
+        return best, highest, np.isfinite(lowest) & np.isfinite(highest)
+
+    def draw(self, logits: torch.Tensor, index: Rows, table: SamplingTable, rows: Rows, positions: Rows) -> Rows:
+        """Whole columns at a time."""
+        device = logits.device
+
+        def column(values: NDArray[np.float32] | NDArray[np.int32]) -> torch.Tensor:
+            return torch.from_numpy(values[rows]).to(device)[:, None]
+
+        scaled = logits if len(index) == len(logits) else logits[torch.from_numpy(index).to(device)]
+        scaled = (scaled - scaled.amax(dim=-1, keepdim=True)) / column(table.temperature)
+        weights = torch.exp(scaled)  # the best token's is 1
+        if (table.min_p[rows] > 0).any():
+            weights = weights.masked_fill(weights < column(table.min_p), 0.0)
+        for picked, top_k in _chosen(table.top_k[rows], (table.top_k[rows] > 0)):
+            where = torch.from_numpy(picked).to(device)
+            weights[where] = _keep_top_k(weights[where], torch.from_numpy(top_k).to(device))
+        for picked, top_p in _chosen(table.top_p[rows], table.top_p[rows] < 1):
+            where = torch.from_numpy(picked).to(device)
+            weights[where] = _keep_top_p(weights[where], torch.from_numpy(top_p).to(device).double())
+        mass = torch.cumsum(weights.double(), dim=-1)
+        noise = torch.from_numpy(uniforms(table.seed[rows], positions)).to(device)[:, None]
+        tokens = torch.searchsorted(mass, noise * mass[:, -1:], right=True)[:, 0]
+        last = weights.shape[1] - 1 - (weights > 0).flip(-1).to(torch.uint8).argmax(dim=-1)
+        return np.asarray(torch.minimum(tokens, last).cpu().numpy())
+
+
+def _chosen(values: NDArray[np.generic], where: NDArray[np.bool_]) -> list[tuple[Rows, NDArray[np.generic]]]:
+    """The rows that use a filter and its values there; empty where none does."""
+    picked = np.flatnonzero(where)
+    return [(picked, values[picked])] if len(picked) else []
+
+
+def _keep_top_k(weights: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+    """Weights [R, V] with all but the top_k [R] heaviest at 0; among equals the lowest ids stay."""
+    most = min(int(top_k.max()), weights.shape[1])
+    best, ids = ordered_topk(weights, most, unordered=0.0)
+    best = best.masked_fill(torch.arange(most, device=best.device) >= top_k[:, None], 0.0)
+    return torch.zeros_like(weights).scatter_(1, ids, best)
+
+
+def _keep_top_p(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Weights [R, V] with all at 0 but the heaviest whose preceding mass is below top_p [R] (float64) of the whole."""
+    limit = top_p * torch.cumsum(weights.double(), dim=-1)[:, -1]
+    kept = torch.zeros_like(weights)
+    todo = torch.arange(len(weights), device=weights.device)
+    size = min(_FIRST_TOP_P, weights.shape[1])
+    while len(todo):
+        part = weights[todo]
+        best, ids = ordered_topk(part, size, unordered=0.0)
+        mass = torch.cumsum(best.double(), dim=-1)
+        before = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], dim=1)
+        best = best.masked_fill(before >= limit[todo, None], 0.0)
+        kept[todo] = torch.zeros_like(part).scatter_(1, ids, best)
+        if size == weights.shape[1]:
+            break
+        todo = todo[mass[:, -1] < limit[todo]]
+        size = min(8 * size, weights.shape[1])
+    return kept

@@ -1,0 +1,123 @@
+"""The native picker against the reference, on every instruction set that this machine has."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from pagemill.params import SamplingParams
+from pagemill.sampling.noise import uniforms
+from pagemill.sampling.picker import TorchPicker
+from pagemill.sampling.table import RowRequest, SamplingTable
+
+native = pytest.importorskip("pagemill._native")
+from pagemill.sampling.native import NativePicker  # noqa: E402
+
+VOCABS = [1, 2, 15, 16, 17, 31, 33, 255, 256, 257, 1000, 49152]
+FILTERS: list[dict[str, float | int]] = [
+    {},
+    {"temperature": 0.3},
+    {"temperature": 1e-4},
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 100_000},
+    {"top_p": 0.9},
+    {"top_p": 0.0001},
+    {"top_p": 0.999999},
+    {"min_p": 0.05},
+    {"top_k": 20, "top_p": 0.5, "min_p": 0.01, "temperature": 1.7},
+]
+
+
+@pytest.fixture(params=native.available_isas(), autouse=True)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    best = native.available_isas()[-1]
+    native.set_isa(request.param)
+    yield str(request.param)
+    native.set_isa(best)
+
+
+def table_for(filters: list[dict[str, float | int]]) -> SamplingTable:
+    table = SamplingTable(len(filters))
+    for row, values in enumerate(filters):
+        params = SamplingParams.create(**values)
+        table.set(row, RowRequest(params=params, seed=row * 7919, token_ids=np.zeros(0, np.int32), num_prompt_tokens=0))
+    return table
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_the_best_token_its_logit_and_finiteness(vocab: int) -> None:
+    logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab)).round(decimals=1)  # with ties
+    logits[1, vocab // 2] = torch.nan
+    logits[2, vocab - 1] = torch.inf
+    logits[3, 0] = -torch.inf
+    logits[4] = -torch.inf
+    logits[5] = 3.0
+    best, highest, finite = NativePicker().best(logits)
+    expected, _, _ = TorchPicker().best(logits)
+    sound = [0, 2, 3, 4, 5] if vocab > 1 else [0, 5]
+    assert best[sound].tolist() == expected[sound].tolist()
+    assert finite.tolist() == [True, False, False, False, False, True]
+    assert highest[[0, 5]].tolist() == logits[[0, 5]].amax(1).tolist()
+    assert np.isneginf(highest[4])
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_draws_agree_with_the_reference(vocab: int) -> None:
+    repeats = 20 if vocab < 40_000 else 2
+    filters = FILTERS * repeats
+    logits = torch.randn(len(filters), vocab, generator=torch.Generator().manual_seed(vocab)) * 3
+    if vocab > 2:
+        logits[::3, 1] = -torch.inf
+    table, rows = table_for(filters), np.arange(len(filters))
+    positions = rows * 3 + 1
+    drawn = NativePicker().draw(logits, rows, table, rows, positions)
+    expected = TorchPicker().draw(logits.clone(), rows, table, rows, positions)
+    # exp differs in the last bits, so a draw that falls between two tokens may go either way; hardly any does.
+    assert np.count_nonzero(drawn != expected) <= len(filters) // 100
+    assert all(torch.isfinite(logits[row, token]) for row, token in enumerate(drawn.tolist()))
+
+
+def test_equal_weights_count_by_ascending_id() -> None:
+    logits = torch.zeros(200, 500)
+    rows = np.arange(200)
+    for filters, most in (({"top_k": 5}, 5), ({"top_p": 0.125}, 63)):
+        drawn = NativePicker().draw(logits, rows, table_for([filters] * 200), rows, rows)
+        assert drawn.max() < most
+        assert len(set(drawn.tolist())) > most // 2
+
+
+def test_a_row_draws_the_same_whoever_is_beside_it_and_on_any_number_of_threads() -> None:
+    filters = FILTERS * 3
+    logits = torch.randn(len(filters), 3001, generator=torch.Generator().manual_seed(0))
+    table, rows = table_for(filters), np.arange(len(filters))
+    together = NativePicker().draw(logits, rows, table, rows, rows)
+    before = native.num_threads()
+    try:
+        native.set_num_threads(1)
+        alone = [
+            int(NativePicker().draw(logits, rows[i : i + 1], table, rows[i : i + 1], rows[i : i + 1])[0]) for i in rows
+        ]
+        backwards = NativePicker().draw(logits, rows[::-1].copy(), table, rows[::-1], rows[::-1].copy())
+    finally:
+        native.set_num_threads(before)
+    assert alone == together.tolist() == backwards[::-1].tolist()
+
+
+def test_the_native_noise_is_the_defined_one() -> None:
+    """Over equal weights a draw is the uniform number times the size of the vocabulary."""
+    rows = np.arange(300)
+    table = table_for([{}] * 300)
+    table.seed[:] = np.random.default_rng(0).integers(0, 2**64, 300, np.uint64)
+    positions = np.random.default_rng(1).integers(0, 2**40, 300)
+    drawn = NativePicker().draw(torch.zeros(300, 4096), rows, table, rows, positions)
+    assert drawn.tolist() == np.floor(uniforms(table.seed, positions) * 4096).astype(int).tolist()
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    rows = np.arange(2)
+    with pytest.raises(ValueError, match="index names a row"):
+        NativePicker().draw(torch.zeros(2, 8), rows + 1, table_for([{}] * 2), rows, rows)
+    with pytest.raises(ValueError, match="as long as logits"):
+        native.row_extremes(torch.zeros(2, 8), np.zeros(3, np.int64), np.zeros(2, np.float32), np.zeros(2, np.bool_))
