@@ -11,6 +11,7 @@ from pagemill.model_config import LayerConfig, ModelConfig
 from pagemill.platform import MemoryInfo
 
 GIB = 1 << 30
+LAYER_TOKEN_BYTES = 2 * 2 * 16 * 2  # keys and values of 2 heads of 16 numbers of 2 bytes
 
 
 def model(windows: tuple[int | None, ...] = (None,) * 4, max_len: int = 8192) -> ModelConfig:
@@ -43,8 +44,8 @@ def plan(
         shape,
         memory=MemoryInfo(total, total if available is None else available),
         weight_bytes=weights,
-        activation_bytes=activation_bytes(shape, config.max_num_batched_tokens, 4),
-        specs=kv_specs(shape, config.block_size, 2),
+        activation_bytes=activation_bytes(shape, config.max_num_batched_tokens),
+        specs=kv_specs(shape, config.block_size, LAYER_TOKEN_BYTES * config.block_size),
         kv_share=share,
     )
 
@@ -116,7 +117,7 @@ def test_a_model_that_can_go_further_than_its_usual_length_may() -> None:
         memory=MemoryInfo(8 * GIB, 8 * GIB),
         weight_bytes=GIB,
         activation_bytes=0,
-        specs=kv_specs(shape, 16, 2),
+        specs=kv_specs(shape, 16, LAYER_TOKEN_BYTES * 16),
         max_positions=16_384,
     )
     assert made.max_model_len == 9000
@@ -148,7 +149,7 @@ def test_layers_with_windows_get_fewer_blocks() -> None:
 
 
 def test_a_model_of_windows_alone_has_one_group() -> None:
-    assert [spec.window for spec in kv_specs(model((512, 512)), 16, 2)] == [512]
+    assert [spec.window for spec in kv_specs(model((512, 512)), 16, 64)] == [512]
 
 
 def test_the_rendering_names_every_term() -> None:

@@ -90,33 +90,35 @@ class MemoryPlan:
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
-def kv_specs(model: ModelConfig, block_size: int, element_bytes: int) -> tuple[KVCacheSpec, ...]:
-    """The model's KV cache groups, without blocks yet: full attention first if there is any, then each window size."""
+def kv_specs(model: ModelConfig, block_size: int, layer_block_bytes: int) -> tuple[KVCacheSpec, ...]:
+    """The model's KV cache groups, without blocks yet: full attention first if there is any, then each window size.
+
+    ``layer_block_bytes``: what one block of one layer takes in the backend's layout.
+    """
     layers: dict[int | None, list[int]] = {}
     for index, layer in enumerate(model.layers):
         layers.setdefault(layer.window, []).append(index)
-    per_layer = 2 * block_size * model.num_kv_heads * model.head_dim * element_bytes
     return tuple(
         KVCacheSpec(
             kind="full" if window is None else "window",
             layers=tuple(ids),
             block_size=block_size,
             window=window,
-            bytes_per_block=per_layer * len(ids),
+            bytes_per_block=layer_block_bytes * len(ids),
             num_blocks=0,
         )
         for window, ids in sorted(layers.items(), key=lambda pair: pair[0] or 0)
     )
 
 
-def activation_bytes(model: ModelConfig, num_tokens: int, element_bytes: int) -> int:
-    """Most that one block of the decoder keeps alive at once for ``num_tokens``: residual, normed, qkv, gate-up."""
+def activation_bytes(model: ModelConfig, num_tokens: int) -> int:
+    """Most that one block of the decoder keeps alive at once, in float32: residual, normed, qkv, gate-up."""
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     widths = [3 * model.intermediate_size]
     for layer in model.layers:
         if layer.moe is not None:
             widths.append(3 * layer.moe.intermediate_size * layer.moe.num_experts_per_token)
-    return num_tokens * element_bytes * (4 * model.hidden_size + heads + max(widths))
+    return 4 * num_tokens * (4 * model.hidden_size + heads + max(widths))
 
 
 def plan_memory(

@@ -1,5 +1,6 @@
 """A real (tiny) model, start to finish: what is planned never changes what is said."""
 
+import importlib.util
 import logging
 import math
 from pathlib import Path
@@ -16,6 +17,8 @@ from tests.models.tiny import VOCAB_SIZE, tiny_checkpoint
 from tests.worker.serving import Answer, request, serve
 
 FAMILIES = ["llama", "gemma3"]  # full attention; sliding windows and full attention mixed
+HAS_NATIVE = importlib.util.find_spec("pagemill._native") is not None
+BLOCK_SIZE = 16
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,7 @@ def start(path: Path, **config: object) -> InprocExecutor:
         "dtype": "float32",
         "num_threads": 1,
         "kernels": "reference",
-        "block_size": 4,
+        "block_size": BLOCK_SIZE,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
         "kv_cache_memory_bytes": 4 << 20,
@@ -46,22 +49,37 @@ def prompts(count: int = 10) -> list[EngineRequest]:
     shared = rng.integers(5, VOCAB_SIZE, 16).tolist()
     made = []
     for i in range(count):
-        own = rng.integers(5, VOCAB_SIZE, [1, 3, 4, 5, 8, 15, 16, 17, 30, 40][i % 10]).tolist()
+        own = rng.integers(5, VOCAB_SIZE, [1, 3, 7, 15, 16, 17, 31, 32, 33, 40][i % 10]).tolist()
         made.append(request(f"r{i}", shared + own if i % 3 == 0 else own, logprobs=2, prompt_logprobs=None))
     return made
 
 
-def assert_same(one: dict[str, Answer], other: dict[str, Answer]) -> None:
+def assert_same(one: dict[str, Answer], other: dict[str, Answer], kernels: str) -> None:
+    """The same tokens; of the native kernels every bit of the log probabilities too."""
     for name, answer in one.items():
         assert other[name].tokens == answer.tokens, name
+        if kernels == "native":
+            assert other[name].logprobs == answer.logprobs
         for a, b in zip(answer.logprobs, other[name].logprobs, strict=True):
             assert [token for token, _, _ in a] == [token for token, _, _ in b]
             assert [value for _, value, _ in a] == pytest.approx([value for _, value, _ in b], abs=1e-4)
 
 
+@pytest.fixture(scope="module", params=["reference", "native"])
+def kernels(request: pytest.FixtureRequest) -> str:
+    if request.param == "native" and not HAS_NATIVE:
+        pytest.skip("the native kernels were not built")
+    return str(request.param)
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
-def executor(request: pytest.FixtureRequest, folder: Path) -> InprocExecutor:
-    return start(folder / request.param)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def executor(family: str, kernels: str, folder: Path) -> InprocExecutor:
+    return start(folder / family, kernels=kernels)
 
 
 @pytest.fixture(scope="module")
@@ -76,27 +94,30 @@ def alone(executor: InprocExecutor) -> dict[str, Answer]:
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("caching", [True, False])
 def test_chunks_and_caching_change_nothing(
-    executor: InprocExecutor, alone: dict[str, Answer], chunk: int, caching: bool
+    executor: InprocExecutor, alone: dict[str, Answer], kernels: str, chunk: int, caching: bool
 ) -> None:
     answers, scheduler = serve(executor, prompts(), chunk=chunk, caching=caching)
-    assert_same(alone, answers)
+    assert_same(alone, answers, kernels)
     again, _ = serve(executor, prompts(), scheduler=scheduler)
-    assert_same(alone, again)
+    assert_same(alone, again, kernels)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_batch_and_order_change_nothing(executor: InprocExecutor, alone: dict[str, Answer], seed: int) -> None:
+def test_batch_and_order_change_nothing(
+    executor: InprocExecutor, alone: dict[str, Answer], kernels: str, seed: int
+) -> None:
     order = np.random.default_rng(seed).permutation(10)
     answers, _ = serve(executor, [prompts()[i] for i in order], max_num_seqs=2 + 3 * seed)
-    assert_same(alone, answers)
+    assert_same(alone, answers, kernels)
 
 
-def test_preemption_changes_nothing(folder: Path, executor: InprocExecutor, alone: dict[str, Answer]) -> None:
-    family = "llama" if len(executor.kv_specs) == 1 else "gemma3"
-    small = start(folder / family, num_gpu_blocks_override=20)
-    answers, scheduler = serve(small, prompts(), caching=False)
-    assert_same(alone, answers)
+def test_preemption_changes_nothing(folder: Path, family: str, executor: InprocExecutor, kernels: str) -> None:
+    entries = [request(f"p{i}", range(10 + i, 20 + 2 * i), max_tokens=40, logprobs=1) for i in range(6)]
+    roomy, _ = serve(executor, entries, caching=False)
+    small = start(folder / family, kernels=kernels, num_gpu_blocks_override=8)
+    answers, scheduler = serve(small, entries, caching=False)
     assert scheduler.stats().num_preemptions_total > 0
+    assert_same(roomy, answers, kernels)
 
 
 def test_seeded_requests_draw_the_same_alone_and_together(executor: InprocExecutor) -> None:

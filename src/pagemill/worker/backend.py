@@ -14,6 +14,7 @@ from pagemill.core.kv_cache import KVCacheSpec
 from pagemill.core.messages import BlockCopy
 from pagemill.kernels.ops import StepInputs
 from pagemill.kernels.reference import KVLayer, ReferenceOps
+from pagemill.model_config import ModelConfig
 from pagemill.models.decoder import Decoder
 
 __all__ = ["Backend", "ReferenceBackend"]
@@ -26,7 +27,10 @@ class Backend(Protocol):
     device: torch.device
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Write the step's keys and values; logits float32 [L, V] of ``inputs.logits_rows``, the caller's to change."""
+        """Write the step's keys and values; logits float32 [L, V] of ``inputs.logits_rows``.
+
+        The caller may change them; they hold until the next call.
+        """
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks within their group's layers."""
@@ -37,9 +41,22 @@ class ReferenceBackend:
 
     name = "reference"
 
+    @staticmethod
+    def layer_block_bytes(model: ModelConfig, block_size: int, kv_dtype: torch.dtype) -> int:
+        """Keys and values of one block of one layer."""
+        return 2 * block_size * model.num_kv_heads * model.head_dim * kv_dtype.itemsize
+
     def __init__(
-        self, decoder: Decoder, specs: Sequence[KVCacheSpec], kv_dtype: torch.dtype, device: torch.device
+        self,
+        decoder: Decoder,
+        specs: Sequence[KVCacheSpec],
+        kv_dtype: torch.dtype,
+        device: torch.device,
+        *,
+        max_tokens: int,
+        max_logits: int,
     ) -> None:
+        del max_tokens, max_logits  # PyTorch allocates as it goes
         self.device = device
         self._decoder = decoder
         self._specs = specs

@@ -13,13 +13,13 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagemill.config import EngineConfig, validate
+from pagemill.config import EngineConfig, isa_override, validate
 from pagemill.core.kv_cache import KVCacheSpec
 from pagemill.core.messages import SchedulerOutput, StepResult
 from pagemill.errors import ConfigError, EngineError
@@ -30,15 +30,21 @@ from pagemill.models.decoder import Decoder
 from pagemill.models.loader import load_model
 from pagemill.models.sources import ModelSource, resolve_source
 from pagemill.platform import MemoryInfo, Platform, select_platform
+from pagemill.sampling.picker import Picker, TorchPicker
 from pagemill.sampling.sampler import Sampler
-from pagemill.worker.backend import Backend, ReferenceBackend
+from pagemill.worker.backend import ReferenceBackend
 from pagemill.worker.input_batch import InputBatch
 from pagemill.worker.model_runner import MAX_PROMPT_LOGITS, Forward, ModelRunner
+
+if TYPE_CHECKING:
+    from pagemill.worker.native import NativeBackend
 
 __all__ = ["Executor", "InprocExecutor"]
 
 log = logging.getLogger(__name__)
 
+NATIVE_BLOCK_MULTIPLE = 16
+PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -100,36 +106,34 @@ class InprocExecutor:
         with phases("find"):
             source = resolve_source(config.model, revision=config.revision)
             checkpoint = open_checkpoint(source)
+            quantized = _is_quantized(checkpoint)
         native = _use_native(config, platform)
         with phases("load"):
-            torch.set_num_threads(1 if native else config.num_threads or platform.num_threads())
-            loading = config if native else _plain_where_it_fits(config, checkpoint, memory)
+            _set_threads(config, platform, native)
+            loading = config if native or not quantized else _plain_where_it_fits(config, checkpoint, memory)
             decoder = load_model(checkpoint, loading, native=native, device=platform.device)
             checkpoint.close()
         with phases("plan"):
-            plan, kv_dtype = _plan(config, decoder, platform, memory)
+            narrow = decoder.dtype != torch.float32 or (native and config.dtype == "auto" and quantized)
+            kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, torch.bfloat16 if narrow else torch.float32)
+            plan = _plan(config, decoder, platform, memory, _backend_class(native), kv_dtype)
             log.info("%s", plan.render())
         with phases("allocate"):
-            backend: Backend
-            if native:
-                from pagemill.worker.native import NativeBackend
-
-                backend = NativeBackend(
-                    decoder,
-                    plan.specs,
-                    kv_dtype,
-                    max_tokens=config.max_num_batched_tokens,
-                    max_logits=config.max_num_seqs + MAX_PROMPT_LOGITS,
-                )
-            else:
-                backend = ReferenceBackend(decoder, plan.specs, kv_dtype, platform.device)
+            backend = _backend_class(native)(
+                decoder,
+                plan.specs,
+                kv_dtype,
+                platform.device,
+                max_tokens=config.max_num_batched_tokens,
+                max_logits=config.max_num_seqs + MAX_PROMPT_LOGITS,
+            )
             batch = InputBatch(
                 max_rows=config.max_num_seqs,
                 max_model_len=plan.max_model_len,
                 block_size=config.block_size,
                 num_groups=len(plan.specs),
             )
-            sampler = Sampler(config.max_num_seqs, decoder.config.vocab_size)
+            sampler = Sampler(config.max_num_seqs, decoder.config.vocab_size, _picker(native))
             runner = ModelRunner(backend, batch, sampler)
         with phases("warm up"):
             runner.warm_up()
@@ -179,6 +183,22 @@ class _Phases:
         return f"{total:.2f} s: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
 
 
+def _backend_class(native: bool) -> type[ReferenceBackend] | type[NativeBackend]:
+    if not native:
+        return ReferenceBackend
+    from pagemill.worker.native import NativeBackend  # imports the compiled library
+
+    return NativeBackend
+
+
+def _picker(native: bool) -> Picker:
+    if not native:
+        return TorchPicker()
+    from pagemill.sampling.native import NativePicker
+
+    return NativePicker()
+
+
 def _use_native(config: EngineConfig, platform: Platform) -> bool:
     """Whether the native kernels run the steps; the choice and its reason are logged."""
     reason = "--kernels=reference" if config.kernels == "reference" else _why_not_native(config, platform)
@@ -198,20 +218,38 @@ def _use_native(config: EngineConfig, platform: Platform) -> bool:
 def _why_not_native(config: EngineConfig, platform: Platform) -> str | None:
     if platform.name != "cpu":
         return f"they run on CPUs, not on {platform.name}"
+    if config.block_size % NATIVE_BLOCK_MULTIPLE:
+        return f"their blocks are multiples of {NATIVE_BLOCK_MULTIPLE} tokens, not --block-size={config.block_size}"
+    if config.kv_cache_dtype == "float16":
+        return "their KV cache is bfloat16 or float32, not --kv-cache-dtype=float16"
     try:
         importlib.import_module("pagemill._native")
     except ImportError as error:
         return f"they were not built: {error}"
-    if config.kv_cache_dtype == "float16":
-        return "their KV cache is bfloat16 or float32, not float16"
-    if config.block_size % 16:
-        return f"their blocks are multiples of 16 tokens, not {config.block_size}"
     return None
 
 
+def _set_threads(config: EngineConfig, platform: Platform, native: bool) -> None:
+    """One pool does the work, PyTorch's or the native one; two would fight over the cores."""
+    threads = config.num_threads or platform.num_threads()
+    torch.set_num_threads(1 if native else threads)
+    if native:
+        library = importlib.import_module("pagemill._native")
+        library.set_num_threads(threads)
+        if isa := isa_override():
+            library.set_isa(isa)
+        log.info("%d threads, instruction set %s", threads, library.isa())
+
+
+def _is_quantized(checkpoint: Checkpoint) -> bool:
+    """Whether matrices are stored as blocks of integers (a GGUF file's)."""
+    stored = (checkpoint.tensor(name) for name in checkpoint.names())
+    return any(len(tensor.shape) > 1 and tensor.type not in PLAIN_TYPES for tensor in stored)
+
+
 def _plain_where_it_fits(config: EngineConfig, checkpoint: Checkpoint, memory: MemoryInfo) -> EngineConfig:
-    """PyTorch cannot multiply with a GGUF file's blocks: keep their numbers, unless that takes half the memory."""
-    if config.dtype != "auto" or checkpoint.format != "gguf":
+    """PyTorch cannot multiply with blocks of integers: keep their numbers, unless that takes half the memory."""
+    if config.dtype != "auto" or config.quantization is not None:
         return config
     plain_bytes = 4 * sum(math.prod(checkpoint.tensor(name).shape) for name in checkpoint.names())
     if plain_bytes > memory.available_bytes // 2:
@@ -222,22 +260,25 @@ def _plain_where_it_fits(config: EngineConfig, checkpoint: Checkpoint, memory: M
 
 
 def _plan(
-    config: EngineConfig, decoder: Decoder, platform: Platform, memory: MemoryInfo
-) -> tuple[MemoryPlan, torch.dtype]:
-    """The memory plan and the type of the KV cache."""
-    default = torch.float32 if decoder.dtype == torch.float32 else torch.bfloat16
-    kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, default)
+    config: EngineConfig,
+    decoder: Decoder,
+    platform: Platform,
+    memory: MemoryInfo,
+    backend: type[ReferenceBackend] | type[NativeBackend],
+    kv_dtype: torch.dtype,
+) -> MemoryPlan:
+    """Divide the memory for this decoder."""
     model = decoder.config
     plan = plan_memory(
         config,
         model,
         memory=memory,
         weight_bytes=decoder.weight_bytes,
-        activation_bytes=activation_bytes(model, config.max_num_batched_tokens, decoder.dtype.itemsize),
-        specs=kv_specs(model, config.block_size, kv_dtype.itemsize),
+        activation_bytes=activation_bytes(model, config.max_num_batched_tokens),
+        specs=kv_specs(model, config.block_size, backend.layer_block_bytes(model, config.block_size, kv_dtype)),
         kv_share=platform.kv_share,
         max_positions=decoder.max_positions,
     )
     for note in plan.notes:
         log.warning("%s", note)
-    return plan, kv_dtype
+    return plan

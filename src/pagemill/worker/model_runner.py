@@ -63,8 +63,8 @@ class ModelRunner:
         remaining = np.array(plan.num_new_tokens, np.int64)
         while remaining.any():
             counts = self._part(rows, remaining)
-            self._forward_part(plan, forward, np.flatnonzero(counts), counts)
             remaining -= counts
+            self._forward_part(plan, forward, np.flatnonzero(counts), counts, keep=bool(remaining.any()))
         return forward
 
     @torch.inference_mode()
@@ -154,8 +154,10 @@ class ModelRunner:
                     room -= counts[i]
         return counts
 
-    def _forward_part(self, plan: SchedulerOutput, forward: Forward, index: Rows, all_counts: Rows) -> None:
-        """Run the requests ``index`` of the plan over ``all_counts`` tokens each."""
+    def _forward_part(
+        self, plan: SchedulerOutput, forward: Forward, index: Rows, all_counts: Rows, *, keep: bool
+    ) -> None:
+        """Run the requests ``index`` of the plan over ``all_counts`` tokens each; ``keep``: another part follows."""
         batch, rows, counts = self.batch, forward.rows[index], all_counts[index]
         ends = batch.ends(rows, counts)
         last_token = np.cumsum(counts) - 1
@@ -171,7 +173,7 @@ class ModelRunner:
         batch.advance(rows, counts)
         if num_sampled:
             forward.sampled += index[ends].tolist()
-            forward.logits.append(logits[:num_sampled])
+            forward.logits.append(logits[:num_sampled].clone() if keep else logits[:num_sampled])
 
     def _prompt_positions(self, rows: Rows, counts: Rows) -> list[tuple[int, Rows]]:
         """(index in rows, step tokens whose logits foretell the next prompt token) where prompt_logprobs is asked."""

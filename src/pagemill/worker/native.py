@@ -14,21 +14,13 @@ from pagemill import _native
 from pagemill.core.kv_cache import KVCacheSpec
 from pagemill.core.messages import BlockCopy
 from pagemill.kernels.ops import StepInputs
+from pagemill.model_config import ModelConfig
 from pagemill.models.decoder import Decoder
 from pagemill.worker.graphs import Recorder, compile_program
 
-__all__ = ["NativeBackend", "unsupported"]
+__all__ = ["NativeBackend"]
 
 KV_TYPES = {torch.bfloat16: 0, torch.float32: 1}
-
-
-def unsupported(kv_dtype: torch.dtype, block_size: int) -> str | None:
-    """Why the native kernels cannot serve this, or None."""
-    if kv_dtype not in KV_TYPES:
-        return f"their KV cache is bfloat16 or float32, not {str(kv_dtype).removeprefix('torch.')}"
-    if block_size % 16:
-        return f"their blocks are multiples of 16 tokens, not {block_size}"
-    return None
 
 
 class NativeBackend:
@@ -36,18 +28,23 @@ class NativeBackend:
 
     name = "native"
 
+    @staticmethod
+    def layer_block_bytes(model: ModelConfig, block_size: int, kv_dtype: torch.dtype) -> int:
+        """Keys and values of one block of one layer."""
+        return _native.kv_block_bytes(KV_TYPES[kv_dtype], block_size, model.num_kv_heads, model.head_dim)
+
     def __init__(
         self,
         decoder: Decoder,
         specs: Sequence[KVCacheSpec],
         kv_dtype: torch.dtype,
+        device: torch.device,
         *,
         max_tokens: int,
         max_logits: int,
     ) -> None:
-        reason = unsupported(kv_dtype, specs[0].block_size)
-        assert reason is None, reason
-        self.device = torch.device("cpu")
+        """``max_tokens`` and ``max_logits``: most tokens, and most rows with logits, of one step."""
+        self.device = device
         self._decoder = decoder  # its weights are borrowed by the program
         self._specs = specs
         self._layers: list[_native.AttentionLayer] = []
