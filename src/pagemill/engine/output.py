@@ -131,7 +131,7 @@ class CompletionState:
         if own_text is None and (special or self._vocabulary.text(token_id) is not None):
             own_text = self._vocabulary.shown(token_id)
         self._logprobs.append(_candidates(found, self._vocabulary, own_text or ""))
-        self.cumulative_logprob += found[0][1]
+        self.cumulative_logprob += max(found[0][1], MIN_LOGPROB)
 
     def take(self, kind: OutputKind) -> CompletionOutput:
         """What the caller gets now."""
