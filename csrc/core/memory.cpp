@@ -5,26 +5,33 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <new>
 #include <utility>
 
 namespace pm {
 namespace {
-constexpr size_t kHuge = size_t{2} << 20;
+
+constexpr size_t kHuge = size_t{2} << 20, kRegion = size_t{32} << 20, kSmall = size_t{16} << 10;
+
+// Zeroed memory, 2 MiB-aligned and advised for huge pages; unmapped with its last owner.
+std::shared_ptr<void> map_huge(size_t bytes) {
+  const size_t mapped = bytes + kHuge;
+  void* base = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (base == MAP_FAILED) throw std::bad_alloc();
+  void* start = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(base) + kHuge - 1) / kHuge * kHuge);
+#ifdef MADV_HUGEPAGE
+  madvise(start, bytes, MADV_HUGEPAGE);  // advice only: without huge pages it still works
+#endif
+  return {start, [base, mapped](void*) { munmap(base, mapped); }};
 }
+
+}  // namespace
 
 Buffer::Buffer(size_t bytes) : bytes_(bytes) {
   if (bytes >= kHuge / 2) {
-    mapped_ = bytes + kHuge;
-    base_ = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (base_ == MAP_FAILED) {
-      base_ = nullptr;
-      throw std::bad_alloc();
-    }
-    data_ = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(base_) + kHuge - 1) / kHuge * kHuge);
-#ifdef MADV_HUGEPAGE
-    madvise(data_, bytes, MADV_HUGEPAGE);  // advice only: without huge pages it still works
-#endif
+    owner_ = map_huge(bytes);
+    data_ = owner_.get();
     return;
   }
   data_ = std::aligned_alloc(64, (bytes + 63) / 64 * 64 + 64);
@@ -32,12 +39,28 @@ Buffer::Buffer(size_t bytes) : bytes_(bytes) {
   std::memset(data_, 0, bytes);
 }
 
-Buffer::~Buffer() {
-  if (mapped_ > 0) {
-    munmap(base_, mapped_);
-  } else {
-    std::free(data_);
+Buffer Buffer::lasting(size_t bytes) {
+  static std::mutex mutex;
+  static std::weak_ptr<void> region;  // the one being filled, while any of its buffers lives
+  static size_t used = 0;
+  if (bytes < kSmall || bytes > kRegion / 4) return Buffer(bytes);
+  std::lock_guard lock(mutex);
+  std::shared_ptr<void> owner = region.lock();
+  if (owner == nullptr || used + bytes > kRegion) {
+    owner = map_huge(kRegion);
+    region = owner;
+    used = 0;
   }
+  Buffer buffer;
+  buffer.data_ = static_cast<std::byte*>(owner.get()) + used;
+  buffer.bytes_ = bytes;
+  buffer.owner_ = std::move(owner);
+  used += (bytes + 63) / 64 * 64;
+  return buffer;
+}
+
+Buffer::~Buffer() {
+  if (owner_ == nullptr) std::free(data_);
 }
 
 Buffer::Buffer(Buffer&& other) noexcept { *this = std::move(other); }
@@ -45,8 +68,7 @@ Buffer::Buffer(Buffer&& other) noexcept { *this = std::move(other); }
 Buffer& Buffer::operator=(Buffer&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(bytes_, other.bytes_);
-  std::swap(mapped_, other.mapped_);
-  std::swap(base_, other.base_);
+  std::swap(owner_, other.owner_);
   return *this;
 }
 

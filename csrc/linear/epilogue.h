@@ -7,7 +7,7 @@
 
 namespace pm::PM_ISA {
 
-// A gated panel holds 8 gate columns, then the 8 up columns of the same features, so that every vector width finds a
+// Gated columns are 8 gates, then the 8 ups of the same features, and so on, so that every vector width finds a
 // feature's two sums within one tile. Writes act(gate) * up over the row's first columns / 2 floats.
 template <class Act>
 inline void gate_row(float* row, int columns, Act act) {

@@ -84,24 +84,24 @@ enum class WeightKind : uint8_t {
   group8,  // 8-bit, the same
 };
 
-// Packed weights. The layout is the same for all instruction sets (linear/pack.cpp draws it): panels of 16 outputs, each
-// a run of 64-byte steps along K.
+// Packed weights. The layout is the same for all instruction sets (linear/pack.cpp draws it): panels of 32 outputs, each
+// a run of 128-byte steps along K.
 struct PackedLinear {
   WeightKind kind = WeightKind::f32;
   int64_t n = 0;         // outputs as stored by linear_run: N, or N / 2 when gated
   int64_t k = 0;
   bool gated = false;    // packed from [2F, K] = gate rows, then up rows; y[:, F] = act(gate) * up
-  int64_t panels = 0;    // of 16 packed columns, even
-  int64_t steps = 0;     // 64-byte steps of a panel (group kinds: groups of 32 along K)
+  int64_t panels = 0;    // of 32 packed columns
+  int64_t steps = 0;     // 128-byte steps of a panel (group kinds: groups of 32 along K)
   int64_t panel_bytes = 0;
   int group = 0;         // group kinds: K values that share a scale: 16, 32, 64, 128, ...
   bool has_min = false;  // group kinds: w = scale * q + min; otherwise w = scale * (q - zero), zero in the integers
   int scale_shift = 0;   // group kinds: log2(group / 32), 0 for group 16
   int64_t scale_panel_halves = 0;  // group kinds: float16 values of a panel's scales (and minima)
   Buffer data;           // [panels, panel_bytes]
-  Buffer scales;         // group kinds: float16 [panels, ceil(K / group), 1 + has_min, 16]
-  Buffer column_scale;   // float [panels * 16]: int8: the scale; group kinds: a power of two
-  Buffer bias;           // float [panels * 16], or empty
+  Buffer scales;         // group kinds: float16 [panels, ceil(K / group), 1 + has_min, 32]
+  Buffer column_scale;   // float [panels * 32]: int8: the scale; group kinds: a power of two
+  Buffer bias;           // float [panels * 32], or empty
 
   int64_t bytes() const { return static_cast<int64_t>(data.size() + scales.size() + column_scale.size() + bias.size()); }
   const float* bias_or_null() const { return bias.size() > 0 ? bias.as<float>() : nullptr; }

@@ -17,15 +17,15 @@ constexpr int kGroupVectors = kLanes == 16 ? 2 : 1;
 constexpr int kSteps = 8;  // of 4 k in a group of 32
 
 // What a kind of grouped weights needs to know at compile time.
-//   Bits  4: two steps share 64 bytes, the first in the low nibbles; 8: one step per 64 bytes
+//   Bits  4: two steps share 128 bytes, the first in the low nibbles; 8: one step per 128 bytes
 //   Min   w = scale q + min; otherwise w = scale (q - zero) with zero 8 (4 bits) or 128 (8 bits)
 //   Half  scales for groups of 16 (8 bits only)
 template <int Bits, bool Min, bool Half>
 struct GroupKind {
   static constexpr int kBits = Bits;
   static constexpr bool kMin = Min, kHalf = Half;
-  static constexpr int kGroupBytes = Bits == 4 ? 256 : 512;
-  static constexpr int kScaleStride = Min ? 32 : 16;  // float16 values of one scale group of a panel
+  static constexpr int kGroupBytes = kStepBytes * (Bits == 4 ? 4 : 8);
+  static constexpr int kScaleStride = Min ? 2 * kPanel : kPanel;  // float16 values of one scale group
   // dot8 sums (q - kW8Offset) a, and the kind means (q - zero) a: the difference, from a record's offset, -8 (sum of a).
   static constexpr int kZero = Min ? 0 : Bits == 4 ? 8 : 128;
   static constexpr int kMissing = Bits == 4 ? kZero : kZero - kW8Offset;  // 0, 8, 128 or -128
@@ -96,16 +96,15 @@ inline const GroupRecord& record(const std::byte* p) { return *reinterpret_cast<
   }
 #define PM_LOAD_SCALES(group_scales)                                                                        \
   const F32 scale0 = load_f16(group_scales);                                                                \
-  [[maybe_unused]] const F32 scale1 = NV > 1 ? load_f16((group_scales) + panel_halves) : scale0;            \
+  [[maybe_unused]] const F32 scale1 = NV > 1 ? load_f16((group_scales) + kLanes) : scale0;                  \
   [[maybe_unused]] const F32 min0 = K::kMin ? load_f16((group_scales) + kPanel) : scale0;                   \
-  [[maybe_unused]] const F32 min1 = K::kMin && NV > 1 ? load_f16((group_scales) + panel_halves + kPanel) : scale0;
+  [[maybe_unused]] const F32 min1 = K::kMin && NV > 1 ? load_f16((group_scales) + kPanel + kLanes) : scale0;
 
-// NV vectors of columns for MR rows: one vector anywhere, or two in neighbouring panels (a vector then is a panel). `w`
-// and `scales` point at the first vector's lanes within its panel's first group.
+// NV vectors of columns, side by side in one panel, for MR rows. `w` and `scales` point at the first vector's lanes
+// within the panel's first group.
 template <class K, int MR, int NV>
-void sum_group(const std::byte* act, int64_t row_bytes, const std::byte* w, int64_t panel_bytes, const uint16_t* scales,
-               int64_t panel_halves, int64_t groups, int scale_shift, float* tile) {
-  static_assert(NV == 1 || kPanelVectors == 1);
+void sum_group(const std::byte* act, int64_t row_bytes, const std::byte* w, const uint16_t* scales, int64_t groups,
+               int scale_shift, float* tile) {
   constexpr int64_t kAhead = 2048;  // see sum_tile
   const std::byte *a0 = act, *a3 = act + 3 * row_bytes, *a6 = act + 6 * row_bytes, *a9 = act + 9 * row_bytes;
   PM_EACH_ROW(PM_ROW_DECLARE)
@@ -116,9 +115,9 @@ void sum_group(const std::byte* act, int64_t row_bytes, const std::byte* w, int6
       for (int pair = 0; pair < kSteps / 2; ++pair) {
         const std::byte* at = w + pair * kStepBytes;
         const I32 both0 = load_i32(at);
-        [[maybe_unused]] const I32 both1 = NV > 1 ? load_i32(at + panel_bytes) : both0;
+        [[maybe_unused]] const I32 both1 = NV > 1 ? load_i32(at + kLanes * 4) : both0;
         prefetch(at + kAhead);
-        if constexpr (NV > 1) prefetch(at + panel_bytes + kAhead);
+        if constexpr (NV > 1) prefetch(at + kAhead + 64);
         {
           const int step = 2 * pair;
           const I32 w0 = low_nibbles(both0);
@@ -144,9 +143,9 @@ void sum_group(const std::byte* act, int64_t row_bytes, const std::byte* w, int6
           const int step = part * (kSteps / kParts) + i;
           const std::byte* at = w + step * kStepBytes;
           const W8 w0 = prepare_w8(load_i32(at));
-          [[maybe_unused]] const W8 w1 = NV > 1 ? prepare_w8(load_i32(at + panel_bytes)) : w0;
+          [[maybe_unused]] const W8 w1 = NV > 1 ? prepare_w8(load_i32(at + kLanes * 4)) : w0;
           prefetch(at + kAhead);
-          if constexpr (NV > 1) prefetch(at + panel_bytes + kAhead);
+          if constexpr (NV > 1) prefetch(at + kAhead + 64);
           PM_EACH_ROW(PM_ROW_STEP8)
         }
         PM_LOAD_SCALES(scales + (K::kHalf ? 2 * g + part : g >> scale_shift) * K::kScaleStride)
@@ -159,8 +158,7 @@ void sum_group(const std::byte* act, int64_t row_bytes, const std::byte* w, int6
   PM_EACH_ROW(PM_ROW_STORE)
 }
 
-using SumGroup = void (*)(const std::byte*, int64_t, const std::byte*, int64_t, const uint16_t*, int64_t, int64_t, int,
-                          float*);
+using SumGroup = void (*)(const std::byte*, int64_t, const std::byte*, const uint16_t*, int64_t, int, float*);
 
 template <class K, int MR>
 constexpr SumGroup group_or_null() {
@@ -183,7 +181,7 @@ void sum_group_columns(const PackedLinear& w, const std::byte* act, int64_t row_
     const int64_t panel = (column + done) / kPanel, lane = (column + done) % kPanel;
     const std::byte* start = w.data.as<std::byte>() + panel * w.panel_bytes + lane * 4;
     const uint16_t* scales = w.scales.as<uint16_t>() + panel * w.scale_panel_halves + lane;
-    sum(act, row_bytes, start, w.panel_bytes, scales, w.scale_panel_halves, w.steps, w.scale_shift, tile + done);
+    sum(act, row_bytes, start, scales, w.steps, w.scale_shift, tile + done);
   }
 }
 

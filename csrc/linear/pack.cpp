@@ -1,18 +1,19 @@
 // The packed layout, one for all instruction sets.
 //
-//   panel p = packed columns 16 p .. 16 p + 15 (a column is an output; gated: see packed_column)
+//   panel p = packed columns 32 p .. 32 p + 31 (a column is an output; gated: see packed_column)
 //
-//   data [panel][step][64 bytes]              a step's 64 bytes, lane by lane (lane = column of the panel)
+//   data [panel][step][128 bytes]             a step's 128 bytes, lane by lane (lane = column of the panel)
 //     f32     step = 1 k      float           [lane]
 //     bf16    step = 2 k      bfloat16        [lane][2]
 //     int8    step = 4 k      w + 128         [lane][4]
 //     group8  8 steps a group of 32, as int8: q, or q - zero + 128
 //     group4  4 steps a group of 32: 8 k; byte [lane][j] = q[k + j] | q[k + 4 + j] << 4
 //
-//   scales [panel][group][scale 16 lanes, min 16 lanes] float16, of group kinds
+//   scales [panel][group][scale 32 lanes, min 32 lanes] float16, of group kinds
 //
 // One column after another along the lanes, 4 bytes of k each, is the operand of the integer and bf16 dot products; the
-// activations' 4 bytes are broadcast. A 256-bit kernel takes half a step, a 128-bit one a quarter.
+// activations' 4 bytes are broadcast. A 512-bit kernel takes a step as two vectors, so that a matrix is read as one stream
+// from beginning to end; a 256-bit one as four.
 #include "linear/pack.h"
 
 #include <algorithm>
@@ -29,15 +30,15 @@
 namespace pm {
 namespace {
 
-constexpr int64_t kPanel = 16, kStepBytes = 64;
+constexpr int64_t kPanel = 32, kStepBytes = 128;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Where source row i lands. Gated: feature f's gate in lane f % 8 and its up in lane 8 + f % 8 of panel f / 8.
+// Where source row i lands. Gated: 8 gate columns, the 8 up columns of the same features, the next 8 gates, and so on.
 int64_t packed_column(const PackedLinear& w, int64_t i) {
   if (!w.gated) return i;
   const int64_t feature = i < w.n ? i : i - w.n;
-  return feature / 8 * kPanel + feature % 8 + (i < w.n ? 0 : 8);
+  return feature / 8 * 16 + feature % 8 + (i < w.n ? 0 : 8);
 }
 
 // A row of floats: the source itself, or its values widened into `room`.
@@ -139,7 +140,7 @@ PackedLinear new_packed(const PackSpec& spec) {
   w.n = spec.gated ? spec.rows / 2 : spec.rows;
   w.k = spec.k;
   w.gated = spec.gated;
-  w.panels = spec.gated ? ceil_div(w.n, kPanel) * 2 : ceil_div(w.n, 2 * kPanel) * 2;
+  w.panels = ceil_div(spec.gated ? ceil_div(w.n, 8) * 16 : w.n, kPanel);
   const bool grouped = spec.kind == WeightKind::group4 || spec.kind == WeightKind::group8;
   const int64_t k_per_step = spec.kind == WeightKind::f32 ? 1 : spec.kind == WeightKind::bf16 ? 2 : grouped ? 32 : 4;
   w.steps = ceil_div(w.k, k_per_step);
@@ -157,9 +158,9 @@ PackedLinear new_packed(const PackSpec& spec) {
     // The kernels walk whole groups of 32; a group of 16 in the padding needs scales, too.
     const int64_t scale_groups = half ? 2 * w.steps : ceil_div(w.k, w.group);
     w.scale_panel_halves = scale_groups * kPanel * (w.has_min ? 2 : 1);
-    w.scales = Buffer(static_cast<size_t>(w.panels * w.scale_panel_halves) * 2);
+    w.scales = Buffer::lasting(static_cast<size_t>(w.panels * w.scale_panel_halves) * 2);
   }
-  w.data = Buffer(static_cast<size_t>(w.panels * w.panel_bytes));
+  w.data = Buffer::lasting(static_cast<size_t>(w.panels * w.panel_bytes));
   w.column_scale = Buffer(static_cast<size_t>(w.panels * kPanel) * 4);
   if (spec.bias) w.bias = Buffer(static_cast<size_t>(w.panels * kPanel) * 4);
   return w;

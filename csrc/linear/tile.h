@@ -11,12 +11,12 @@
 
 namespace pm::PM_ISA {
 
-constexpr int kPanel = 16;                    // columns of a packed panel
+constexpr int kPanel = 32;                    // columns of a packed panel
 constexpr int kPanelVectors = kPanel / kLanes;
 constexpr int kTileColumns = 64;              // row stride, in floats, of the buffer that a tile is summed into
-constexpr int kStepBytes = 64;                // a panel's weights for one step along K
+constexpr int kStepBytes = 128;               // a panel's weights for one step along K
 
-// Each step takes 64 bytes of a panel and kActBytes of each row. Tiles are sized so that accumulators, weights and one
+// Each step takes 128 bytes of a panel and kActBytes of each row. Tiles are sized so that accumulators, weights and one
 // broadcast fit the register file: 32 registers on AVX-512, 16 elsewhere.
 
 struct StepF32 {  // one k
@@ -125,8 +125,8 @@ void sum_tile(const std::byte* act, int64_t row_bytes, const std::byte* w, int64
     [[maybe_unused]] const auto w2 = S::weights(w + (NV > 2 ? column(2) : 0));
     [[maybe_unused]] const auto w3 = S::weights(w + (NV > 3 ? column(3) : 0));
     prefetch(w + kAhead);
-    if constexpr (NV > kPanelVectors) prefetch(w + panel_bytes + kAhead);
-    if constexpr (NV > 2 * kPanelVectors) prefetch(w + 2 * panel_bytes + kAhead), prefetch(w + 3 * panel_bytes + kAhead);
+    if constexpr (NV * kLanes > 16) prefetch(w + kAhead + 64);
+    if constexpr (NV > kPanelVectors) prefetch(w + panel_bytes + kAhead), prefetch(w + panel_bytes + kAhead + 64);
     PM_EACH_ROW(PM_ROW_STEP)
     w += kStepBytes;
     a0 += S::kActBytes, a3 += S::kActBytes, a6 += S::kActBytes, a9 += S::kActBytes;
