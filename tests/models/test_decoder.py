@@ -113,3 +113,16 @@ def test_the_file_s_type_is_kept_unless_another_is_named(tmp_path: Path) -> None
         expected = reference(path, dtype=torch.float32)(torch.tensor([prompt(20)])).logits[0]
     torch.testing.assert_close(logits_of(widened, prompt(20)), expected, atol=TOLERANCE, rtol=0)
     torch.testing.assert_close(logits_of(kept, prompt(20)), expected, atol=0.3, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_prompts_past_a_real_window_equal_transformers(tmp_path: Path) -> None:
+    path = tiny_checkpoint("mistral", tmp_path / "m", sliding_window=4096, max_position_embeddings=16384)
+    decoder, model = load(path), reference(path, attn_implementation="sdpa")
+    for length in (4095, 4096, 4097, 8192):
+        ids = prompt(length)
+        with torch.inference_mode():
+            expected = model(torch.tensor([ids]), logits_to_keep=64).logits[0]
+        got = logits_of(decoder, ids, chunk=2048, block_size=16, max_len=length)[-64:]
+        torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)

@@ -126,7 +126,7 @@ def watch():
 
 thread = threading.Thread(target=watch)
 thread.start()
-decoder = load_model(checkpoint, EngineConfig(dtype=sys.argv[2]), native=False)
+decoder = load_model(checkpoint, EngineConfig(), native=sys.argv[2] == "native")
 done.set()
 thread.join()
 print(json.dumps({"peak": peak - before, "file": checkpoint.nbytes, "weights": decoder.weight_bytes}))
@@ -134,10 +134,13 @@ print(json.dumps({"peak": peak - before, "file": checkpoint.nbytes, "weights": d
 
 
 @pytest.mark.slow
-def test_loading_holds_little_more_than_the_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", ["reference", "native"])
+def test_loading_holds_little_more_than_the_file(kernels: str, tmp_path: Path) -> None:
+    if kernels == "native":
+        pytest.importorskip("pagemill._native", reason="the native library is not built")
     shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 32000}
     path = tiny_checkpoint("llama", tmp_path / "m", dtype=torch.bfloat16, **shape)
     for model in (str(path), "smollm2-135m-instruct"):
-        command = [sys.executable, "-c", MEASURE, model, "auto"]
+        command = [sys.executable, "-c", MEASURE, model, kernels]
         found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         assert found["peak"] < 1.25 * found["file"], model

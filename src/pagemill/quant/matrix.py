@@ -18,7 +18,7 @@ from pagemill.models.gguf_blocks import BLOCK_FORMATS, Codes
 
 __all__ = ["Matrix"]
 
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 2 << 20
 """Converted bytes in flight."""
 
 
