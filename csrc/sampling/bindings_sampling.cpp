@@ -42,6 +42,20 @@ void row_extremes(Logits logits, Vec<int64_t> best, Vec<float> highest, Vec<bool
   });
 }
 
+void forbid_tokens(nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> logits,
+                   nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> mask) {
+  const int64_t rows = static_cast<int64_t>(logits.shape(0)), vocab = static_cast<int64_t>(logits.shape(1));
+  const int64_t words = static_cast<int64_t>(mask.shape(1));
+  check(mask.shape(0) == logits.shape(0) && words * 32 >= vocab, "mask must be [rows of logits, ceil(columns / 32)]");
+  nb::gil_scoped_release release;
+  const SamplingTable& table = pick_sampling();
+  parallel([&](Team& team) {
+    team.for_each(rows, [&](int64_t r) {
+      table.forbid(logits.data() + r * vocab, vocab, reinterpret_cast<const uint32_t*>(mask.data()) + r * words);
+    });
+  });
+}
+
 // One thread's memory, kept between steps.
 struct Scratch {
   std::vector<float> weights, block_mass;
@@ -84,6 +98,7 @@ void draw_rows(Logits logits, Vec<const int64_t> index, Vec<const float> tempera
 
 void register_sampling(nb::module_& m) {
   m.def("row_extremes", &row_extremes, "logits"_a, "best"_a, "highest"_a, "finite"_a);
+  m.def("forbid_tokens", &forbid_tokens, "logits"_a, "mask"_a);
   m.def("draw_rows", &draw_rows, "logits"_a, "index"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "seed"_a,
         "position"_a, "out"_a);
 }

@@ -36,32 +36,41 @@ int64_t enough(const SamplingTable& table, const Draw& row, const DrawMemory& me
   }
 }
 
-// Keeps of the candidates what top_k and top_p leave; returns how many, ids ascending again.
-int64_t filter(const Draw& row, Candidate* found, int64_t count, double whole) {
+// The last candidate, heaviest first, before which the mass is below `limit`. Reorders found. Expected O(count).
+Candidate last_within(Candidate* found, int64_t count, double limit) {
+  int64_t low = 0, high = count;  // the one looked for is in [low, high)
+  double before = 0;              // mass of [0, low)
+  while (high - low > 32) {
+    Candidate a = found[low], b = found[(low + high) / 2], c = found[high - 1];
+    if (heavier(b, a)) std::swap(a, b);
+    const Candidate pivot = heavier(c, a) ? a : heavier(c, b) ? c : b;  // the median: something lies on each side of it
+    const int64_t middle =
+        std::partition(found + low, found + high, [&](const Candidate& x) { return heavier(x, pivot); }) - found;
+    const double mass = mass_of(found + low, middle - low);
+    if (before + mass >= limit) {
+      high = middle;
+    } else {
+      before += mass;
+      low = middle;
+    }
+  }
+  std::sort(found + low, found + high, heavier);
+  int64_t last = low;
+  for (int64_t i = low; i < high && (i == 0 || before < limit); ++i) {
+    last = i;
+    before += found[i].weight;
+  }
+  return found[last];
+}
+
+// The last of the candidates, heaviest first, that top_k and top_p keep.
+Candidate last_kept(const Draw& row, Candidate* found, int64_t count, double whole) {
   if (row.top_k > 0 && row.top_k < count) {
     std::nth_element(found, found + row.top_k - 1, found + count, heavier);
     count = row.top_k;
   }
-  if (row.top_p < 1) {
-    std::sort(found, found + count, heavier);
-    const double limit = static_cast<double>(row.top_p) * (row.top_k > 0 ? mass_of(found, count) : whole);
-    double before = found[0].weight;
-    int64_t kept = 1;
-    while (kept < count && before < limit) before += found[kept++].weight;
-    count = kept;
-  }
-  std::sort(found, found + count, [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
-  return count;
-}
-
-int64_t pick(const Candidate* found, int64_t count, double noise) {
-  const double target = noise * mass_of(found, count);
-  double mass = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    mass += found[i].weight;
-    if (mass > target) return found[i].id;
-  }
-  return found[count - 1].id;
+  if (row.top_p >= 1) return *std::max_element(found, found + count, heavier);
+  return last_within(found, count, static_cast<double>(row.top_p) * (row.top_k > 0 ? mass_of(found, count) : whole));
 }
 
 // Along whole blocks first, then along the weights of the one where the target lies.
@@ -106,9 +115,9 @@ int64_t draw(const SamplingTable& table, const Draw& row, const DrawMemory& memo
   const double noise = uniform(row.seed, row.position);
   const double whole = mass_of(memory.block_mass, row.vocab);
   if ((row.top_k <= 0 || row.top_k >= row.vocab) && row.top_p >= 1) return pick(memory, row.vocab, noise * whole);
-  int64_t count = enough(table, row, memory, row.top_p * whole);
-  count = filter(row, memory.found, count, whole);
-  return pick(memory.found, count, noise);
+  const int64_t count = enough(table, row, memory, row.top_p * whole);
+  table.cut(memory.weights, row.vocab, last_kept(row, memory.found, count, whole), memory.block_mass);
+  return pick(memory, row.vocab, noise * mass_of(memory.block_mass, row.vocab));
 }
 
 }  // namespace pm

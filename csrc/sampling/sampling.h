@@ -45,6 +45,10 @@ struct SamplingTable {
                 float* block_mass);
   // All (weight, id) with weight >= least, by ascending id, into found; returns how many.
   int64_t (*collect)(const float* weights, int64_t vocab, float least, Candidate* found);
+  // Sets to 0 every weight that is lighter than `last`, or as heavy with a higher id; block_mass anew.
+  void (*cut)(float* weights, int64_t vocab, Candidate last, float* block_mass);
+  // logits[i] = -inf where bit i % 32 of mask[i / 32] is 0.
+  void (*forbid)(float* logits, int64_t vocab, const uint32_t* mask);
 };
 const SamplingTable& pick_sampling();
 

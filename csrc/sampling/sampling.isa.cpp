@@ -97,9 +97,38 @@ int64_t collect(const float* weights, int64_t vocab, float least, Candidate* fou
   return count;
 }
 
+void cut(float* weights, int64_t vocab, Candidate last, float* block_mass) {
+  const F16 bound = set1(last.weight);
+  for (int64_t first = 0; first < vocab; first += kMassBlock) {
+    const int64_t end = first + kMassBlock < vocab ? first + kMassBlock : vocab;
+    F16 sum = zero();
+    for (int64_t i = first; i < end; i += 16) {
+      const Mask m = tail_mask(end - i);
+      const F16 x = load(weights + i, m);
+      Mask keep = greater(x, bound);
+      const Mask equal = static_cast<Mask>(greater_equal(x, bound) & ~keep);
+      if (equal && i <= last.id) keep |= equal & tail_mask(last.id - i + 1);
+      const F16 kept = zero_unless(static_cast<Mask>(keep & m), x);
+      store(weights + i, kept);
+      sum = add(sum, kept);
+    }
+    block_mass[first / kMassBlock] = hsum(sum);
+  }
+}
+
+void forbid(float* logits, int64_t vocab, const uint32_t* mask) {
+  const F16 low = set1(-__builtin_inff());
+  for (int64_t i = 0; i < vocab; i += 16) {
+    const Mask allowed = static_cast<Mask>(mask[i / 32] >> (i % 32));
+    if (allowed == 0xffff) continue;
+    const Mask m = tail_mask(vocab - i);
+    store(logits + i, select(allowed, load(logits + i, m), low), m);
+  }
+}
+
 }  // namespace
 
 extern const SamplingTable sampling_table;
-const SamplingTable sampling_table = {extremes, weigh, collect};
+const SamplingTable sampling_table = {extremes, weigh, collect, cut, forbid};
 
 }  // namespace pm::PM_ISA

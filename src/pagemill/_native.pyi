@@ -338,6 +338,9 @@ def row_extremes(logits: Array, best: Array, highest: Array, finite: Array) -> N
     best [R] int64, highest [R] float32, finite [R] bool.
     """
 
+def forbid_tokens(logits: Array, mask: Array) -> None:
+    """logits [R, V] = -inf in place where the token's bit in mask [R, ceil(V / 32)] int32, lowest first, is 0."""
+
 def draw_rows(
     logits: Array,
     index: Array,

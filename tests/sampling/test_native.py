@@ -79,6 +79,29 @@ def test_draws_agree_with_the_reference(vocab: int) -> None:
     assert all(torch.isfinite(logits[row, token]) for row, token in enumerate(drawn.tolist()))
 
 
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_flat_rows_whose_filters_keep_most_tokens_agree_too(vocab: int) -> None:
+    filters: list[dict[str, float | int]] = [{"top_p": 0.95}, {"top_p": 0.5}, {"top_k": 300, "top_p": 0.9}] * 5
+    logits = torch.randn(15, vocab, generator=torch.Generator().manual_seed(vocab)) / 4
+    logits[5:10] = logits[5:10].round(decimals=1)  # many equal weights
+    table, rows = table_for(filters), np.arange(15)
+    drawn = NativePicker().draw(logits, rows, table, rows, rows)
+    assert drawn.tolist() == TorchPicker().draw(logits.clone(), rows, table, rows, rows).tolist()
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_forbidden_tokens_are_those_whose_bit_is_0(vocab: int) -> None:
+    mask = np.random.default_rng(vocab).integers(-(2**31), 2**31, (4, -(-vocab // 32)), np.int32)
+    mask[1], mask[2] = 0, -1
+    logits = torch.randn(4, vocab)
+    expected = logits.clone()
+    TorchPicker().forbid(expected, mask)
+    NativePicker().forbid(logits, mask)
+    assert torch.equal(logits, expected)
+    assert torch.isneginf(logits[1]).all()
+    assert torch.isfinite(logits[2]).all()
+
+
 def test_equal_weights_count_by_ascending_id() -> None:
     logits = torch.zeros(200, 500)
     rows = np.arange(200)

@@ -26,6 +26,10 @@ class NativePicker:
         _native.row_extremes(logits, best, highest, finite)
         return best, highest, finite
 
+    def forbid(self, logits: torch.Tensor, mask: NDArray[np.int32]) -> None:
+        """Rows without a forbidden token are only read."""
+        _native.forbid_tokens(logits, np.ascontiguousarray(mask))
+
     def draw(self, logits: torch.Tensor, index: Rows, table: SamplingTable, rows: Rows, positions: Rows) -> Rows:
         """Sorts only the candidates that the filters can keep."""
         tokens = np.empty(len(index), np.int64)

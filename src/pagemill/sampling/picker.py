@@ -1,4 +1,4 @@
-"""The best token of each row, and seeded draws from what the filters leave: in PyTorch's functions on any device.
+"""Masks, the best token of each row, and seeded draws from what the filters leave, in PyTorch's functions.
 
 Owns the meaning of temperature, min_p, top_k and top_p (in that order; see noise.py for the draw itself). The native
 picker (native.py) does the same in one pass over each row. Neither may let rows touch each other.
@@ -31,6 +31,9 @@ class Picker(Protocol):
     def best(self, logits: torch.Tensor) -> tuple[Rows, NDArray[np.float32], NDArray[np.bool_]]:
         """Of each row of logits float32 [R, V]: the lowest id of the highest logit, that logit, all finite or not."""
 
+    def forbid(self, logits: torch.Tensor, mask: NDArray[np.int32]) -> None:
+        """logits [R, V] = -inf in place where the token's bit in mask [R, ceil(V / 32)], lowest first, is 0."""
+
     def draw(self, logits: torch.Tensor, index: Rows, table: SamplingTable, rows: Rows, positions: Rows) -> Rows:
         """Tokens [n] for the rows ``index`` [n] of logits, whose parameters are in the permanent rows ``rows`` [n].
 
@@ -53,6 +56,12 @@ class TorchPicker:
             low, high = torch.aminmax(logits, dim=-1)
             best, lowest, highest = (part.cpu().numpy() for part in (logits.argmax(dim=-1), low, high))
         return best, highest, np.isfinite(lowest) & np.isfinite(highest)
+
+    def forbid(self, logits: torch.Tensor, mask: NDArray[np.int32]) -> None:
+        """Bits to booleans, then one masked fill."""
+        bits = np.unpackbits(np.ascontiguousarray(mask).view(np.uint8), axis=1, bitorder="little")
+        allowed = torch.from_numpy(bits[:, : logits.shape[1]]).to(logits.device, torch.bool)
+        logits.masked_fill_(~allowed, -torch.inf)
 
     def draw(self, logits: torch.Tensor, index: Rows, table: SamplingTable, rows: Rows, positions: Rows) -> Rows:
         """Whole columns at a time."""

@@ -23,7 +23,6 @@ __all__ = [
     "LogitsProcessor",
     "MinTokens",
     "Penalties",
-    "apply_bitmask",
     "default_processors",
 ]
 
@@ -59,13 +58,6 @@ def default_processors(vocab_size: int) -> tuple[LogitsProcessor, ...]:
         LogitBias(vocab_size),
         Penalties(vocab_size),
     )
-
-
-def apply_bitmask(logits: torch.Tensor, mask: NDArray[np.int32]) -> None:
-    """Forbid the tokens whose bit is 0. Logits [R, V] in place; mask int32 [R, ceil(V / 32)], lowest bit first."""
-    bits = np.unpackbits(np.ascontiguousarray(mask).view(np.uint8), axis=1, bitorder="little")
-    allowed = torch.from_numpy(bits[:, : logits.shape[1]]).to(logits.device, torch.bool)
-    logits.masked_fill_(~allowed, -torch.inf)
 
 
 class _SideTable(Generic[T]):

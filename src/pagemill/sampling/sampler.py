@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pagemill.sampling.logprobs import TokenLogprobs, token_logprobs
 from pagemill.sampling.picker import Picker, TorchPicker
-from pagemill.sampling.processors import LogitsProcessor, apply_bitmask, default_processors
+from pagemill.sampling.processors import LogitsProcessor, default_processors
 from pagemill.sampling.table import RowRequest, SamplingTable
 
 __all__ = ["Sampled", "Sampler"]
@@ -94,7 +94,7 @@ class Sampler:
 
     def _change(self, logits: torch.Tensor, rows: Rows, mask: NDArray[np.int32] | None) -> bool:
         if mask is not None:
-            apply_bitmask(logits, mask)
+            self._picker.forbid(logits, mask)
         processed = bool(self._processed[rows].any())
         if processed:
             for processor in self._processors:
