@@ -95,6 +95,23 @@ def test_ranks_hold_equal_parts_that_make_up_the_whole(family: str, tmp_path: Pa
         assert torch.equal(torch.cat(columns, dim=1), getattr(getattr(whole, room), role).dequantize())
 
 
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_model_of_a_multimodal_checkpoint_is_read(prefix: str, tmp_path: Path) -> None:
+    plain = tiny_checkpoint("gemma3", tmp_path / "text")
+    whole = tiny_checkpoint("gemma3", tmp_path / "whole")
+    text = json.loads((plain / "config.json").read_text())
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "eos_token_id": [2, 7]}
+    (whole / "config.json").write_text(json.dumps(config))
+    tensors = {
+        name.replace("model.", prefix, 1): tensor for name, tensor in load_file(plain / "model.safetensors").items()
+    }
+    tensors["vision_tower.patches.weight"] = torch.zeros(3)
+    save_file(tensors, whole / "model.safetensors")
+    got = load(whole)
+    assert got.config.eos_token_ids == (2, 7)
+    assert torch.equal(logits_of(got, list(range(5, 25))), logits_of(load(plain), list(range(5, 25))))
+
+
 def test_a_number_of_ranks_that_does_not_divide_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be divided by 3 ranks"):
         load(tiny_llama(tmp_path / "m"), SoloGroup(0, 3))

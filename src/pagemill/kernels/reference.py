@@ -22,6 +22,7 @@ __all__ = [
     "KVLayer",
     "ReferenceOps",
     "apply_rope",
+    "attention_steps",
     "experts",
     "gated",
     "hadamard",
@@ -245,3 +246,16 @@ class ReferenceOps:
     def logits(self, x: torch.Tensor, weight: LinearWeight, scale: float, softcap_at: float | None) -> torch.Tensor:
         """float32 [L, V]."""
         return softcap(weight.apply(x.float()) * scale, softcap_at)
+
+
+def attention_steps(
+    spec: AttentionSpec, steps: Sequence[tuple[torch.Tensor, StepInputs]], num_blocks: int, block_size: int
+) -> torch.Tensor:
+    """Steps of one layer over one cache, float32: their outputs one after another [tokens, Hq D]."""
+    shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+    cache = [KVLayer(torch.zeros(shape), torch.zeros(shape))]
+    results = []
+    for qkv, inputs in steps:
+        ops = ReferenceOps(inputs, cache)
+        results.append(ops.attend(ops.rope_and_cache(qkv, spec), spec))
+    return torch.cat(results)

@@ -1,0 +1,126 @@
+"""The native kernels behind the references' signatures, one op at a time.
+
+For trying kernels and for tests: a model's step does not come through here but runs as one recorded program
+(worker/graphs.py). Everything is float32 on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pagemill import _native
+from pagemill.kernels.ops import AttentionSpec, StepInputs
+
+__all__ = [
+    "attention_steps",
+    "gated_linear_bf16",
+    "gated_linear_f32",
+    "hadamard",
+    "linear_bf16",
+    "linear_f32",
+    "rms_norm",
+    "scale_softcap",
+]
+
+FLOAT32_KV = 1
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """[N, H] -> [N, H]."""
+    out = torch.empty_like(x)
+    _native.rms_norm(x, weight, eps, out)
+    return out
+
+
+def hadamard(x: torch.Tensor, block: int) -> torch.Tensor:
+    """[N, K] -> [N, K]."""
+    out = x.clone()
+    _native.hadamard(out, block)
+    return out
+
+
+def scale_softcap(x: torch.Tensor, scale: float, cap: float | None) -> torch.Tensor:
+    """[N, V] -> [N, V]."""
+    out = x.clone()
+    _native.scale_softcap(out, scale, cap or 0.0)
+    return out
+
+
+def linear_f32(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """[N, K] -> [N, M], weights kept as float32."""
+    return _linear("f32", x, matrix, bias)
+
+
+def linear_bf16(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """[N, K] -> [N, M], weights kept as bfloat16."""
+    return _linear("bf16", x, matrix, bias)
+
+
+def _linear(kind: str, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    packed = _native.PackedLinear(kind, *matrix.shape, bias=bias is not None)
+    packed.write_floats(0, matrix)
+    if bias is not None:
+        packed.write_bias(0, bias)
+    out = torch.empty(x.shape[0], matrix.shape[0])
+    _native.linear(x, packed, out)
+    return out
+
+
+def gated_linear_f32(x: torch.Tensor, matrix: torch.Tensor, activation: str) -> torch.Tensor:
+    """[N, K] -> [N, F], weights kept as float32."""
+    return _gated("f32", x, matrix, activation)
+
+
+def gated_linear_bf16(x: torch.Tensor, matrix: torch.Tensor, activation: str) -> torch.Tensor:
+    """[N, K] -> [N, F], weights kept as bfloat16."""
+    return _gated("bf16", x, matrix, activation)
+
+
+def _gated(kind: str, x: torch.Tensor, matrix: torch.Tensor, activation: str) -> torch.Tensor:
+    packed = _native.PackedLinear(kind, *matrix.shape, gated=True)
+    packed.write_floats(0, matrix)
+    out = torch.empty(x.shape[0], matrix.shape[0] // 2)
+    _native.linear(x, packed, out, gate=activation)
+    return out
+
+
+def attention_steps(
+    spec: AttentionSpec, steps: Sequence[tuple[torch.Tensor, StepInputs]], num_blocks: int, block_size: int
+) -> torch.Tensor:
+    """Steps of one layer over one cache, float32: their outputs one after another [tokens, Hq D]."""
+    heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
+    layout = {**heads, "block_size": block_size, "kv_type": FLOAT32_KV}
+    bytes_per_block = _native.kv_block_bytes(FLOAT32_KV, block_size, spec.num_kv_heads, spec.head_dim)
+    cache = torch.zeros(num_blocks, bytes_per_block, dtype=torch.uint8)
+    results = []
+    for qkv, inputs in steps:
+        qkv = qkv.clone()
+        _native.rope_and_cache(
+            qkv,
+            cache,
+            inputs.positions,
+            inputs.slot_mapping[spec.group],
+            spec.rope_table,
+            interleaved=spec.rope is not None and spec.rope.interleaved,
+            q_norm=spec.q_norm,
+            k_norm=spec.k_norm,
+            eps=spec.norm_eps,
+            **layout,
+        )
+        out = torch.empty(qkv.shape[0], spec.num_heads * spec.head_dim)
+        _native.attention(
+            qkv,
+            cache,
+            inputs.query_start,
+            inputs.context_lens,
+            inputs.block_tables[spec.group],
+            out,
+            scale=spec.scale,
+            window=spec.window or 0,
+            softcap=spec.softcap or 0.0,
+            **layout,
+        )
+        results.append(out)
+    return torch.cat(results)

@@ -1,0 +1,105 @@
+"""What each op is held to: a reference function, the implementations there are, a tolerance, and inputs to try.
+
+Owns the table of ops. An implementation is named ``module:function`` and imported when asked for, so that the table
+can be read where a library is not built. Every implementation takes and returns what the reference does;
+tests/kernels/test_ops.py tries ops x implementations x examples on each instruction set.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pagemill.kernels import examples
+from pagemill.kernels.reference import attention_steps, gated, hadamard, rms_norm, softcap
+
+__all__ = ["OPS", "Op", "implementation"]
+
+Function = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One op. An implementation may differ from the reference by ``atol + rtol * |reference|`` in any element."""
+
+    reference: Function
+    examples: Callable[[], Iterator[tuple[str, dict[str, Any]]]]
+    """Names and keyword arguments."""
+    atol: float
+    rtol: float
+    implementations: dict[str, str] = field(default_factory=dict)
+    """Name -> module:function."""
+
+
+def linear(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x W^T + bias, float32: [N, K] and [M, K] -> [N, M]."""
+    return torch.nn.functional.linear(x, matrix, bias)
+
+
+def gated_linear(x: torch.Tensor, matrix: torch.Tensor, activation: str) -> torch.Tensor:
+    """act(gate) * up, float32: [N, K] and [2 F, K] -> [N, F]."""
+    return gated(linear(x, matrix, None), activation)
+
+
+def scale_softcap(x: torch.Tensor, scale: float, cap: float | None) -> torch.Tensor:
+    """The end of the logits: x * scale, then cap * tanh(. / cap): [N, V] -> [N, V]."""
+    return softcap(x * scale, cap)
+
+
+CPU = "pagemill.kernels.cpu"
+
+OPS: dict[str, Op] = {
+    "rms_norm": Op(
+        reference=rms_norm,
+        examples=examples.rms_norm,
+        atol=1e-6,
+        rtol=1e-5,
+        implementations={"native": f"{CPU}:rms_norm"},
+    ),
+    "hadamard": Op(
+        reference=hadamard,
+        examples=examples.hadamard,
+        atol=1e-5,
+        rtol=1e-5,
+        implementations={"native": f"{CPU}:hadamard"},
+    ),
+    "scale_softcap": Op(
+        reference=scale_softcap,
+        examples=examples.scale_softcap,
+        atol=1e-5,
+        rtol=1e-5,
+        implementations={"native": f"{CPU}:scale_softcap"},
+    ),
+    "linear": Op(
+        reference=linear,
+        examples=examples.linear,  # of numbers that bfloat16 holds exactly
+        atol=1e-4,
+        rtol=1e-4,
+        implementations={"native-f32": f"{CPU}:linear_f32", "native-bf16": f"{CPU}:linear_bf16"},
+    ),
+    "gated_linear": Op(
+        reference=gated_linear,
+        examples=examples.gated_linear,
+        atol=1e-4,
+        rtol=1e-4,
+        implementations={"native-f32": f"{CPU}:gated_linear_f32", "native-bf16": f"{CPU}:gated_linear_bf16"},
+    ),
+    "attention": Op(
+        reference=attention_steps,
+        examples=examples.attention,
+        atol=2e-5,
+        rtol=2e-5,
+        implementations={"native": f"{CPU}:attention_steps"},
+    ),
+}
+
+
+def implementation(op: str, name: str) -> Function:
+    """An op's implementation; ImportError where its library is not built."""
+    module, function = OPS[op].implementations[name].split(":")
+    found: Function = getattr(importlib.import_module(module), function)
+    return found
