@@ -39,10 +39,11 @@ inline void store_row(float* out, const float* row, int64_t columns, bool accumu
   }
 }
 
-// Turns the raw sums of `rows` x `columns` (packed columns from `column` on) into outputs for rows `first` and on.
+// Turns the raw sums of `rows` rows of x, from `first` on, and of the panel at packed column `column` into outputs.
 // K says how: K::value(sums, row_of_x) without the column's scale; kColumnScale whether there is one.
 template <class K>
-void finish_tile(const LinearArgs& args, float* tile, int64_t first, int rows, int64_t column, int columns) {
+void finish_tile(const LinearArgs& args, float* tile, int64_t first, int rows, int64_t column) {
+  constexpr int columns = kPanel;
   const PackedLinear& w = *args.w;
   const float* scale = w.column_scale.as<float>() + column;
   const float* bias = w.bias_or_null();
@@ -51,7 +52,7 @@ void finish_tile(const LinearArgs& args, float* tile, int64_t first, int rows, i
   const int64_t out_columns = left < wanted ? left : wanted;
   if (out_columns <= 0) return;
   for (int r = 0; r < rows; ++r) {
-    float* row = tile + r * kTileColumns;
+    float* row = tile + r * kPanel;
     const K kind(args.x.row(first + r));
     for (int c = 0; c < columns; c += kLanes) {
       F32 v = kind.value(load(row + c));

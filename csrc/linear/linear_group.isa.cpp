@@ -91,8 +91,8 @@ inline const GroupRecord& record(const std::byte* p) { return *reinterpret_cast<
   }
 #define PM_ROW_STORE(r)                                                      \
   if constexpr (MR > r) {                                                    \
-    store(tile + r * kTileColumns, f##r##_0);                                \
-    if constexpr (NV > 1) store(tile + r * kTileColumns + kLanes, f##r##_1); \
+    store(tile + r * kPanel, f##r##_0);                                \
+    if constexpr (NV > 1) store(tile + r * kPanel + kLanes, f##r##_1); \
   }
 #define PM_LOAD_SCALES(group_scales)                                                                        \
   const F32 scale0 = load_f16(group_scales);                                                                \
@@ -174,20 +174,18 @@ constexpr SumGroup kByRows[6] = {group_or_null<K, 1>(), group_or_null<K, 2>(), g
                                  group_or_null<K, 4>(), group_or_null<K, 5>(), group_or_null<K, 6>()};
 
 template <class K>
-void sum_group_columns(const PackedLinear& w, const std::byte* act, int64_t row_bytes, int rows, int64_t column,
-                       int columns, float* tile) {
-  const SumGroup sum = kByRows<K>[rows - 1];
-  for (int done = 0; done < columns; done += kGroupVectors * kLanes) {
-    const int64_t panel = (column + done) / kPanel, lane = (column + done) % kPanel;
-    const std::byte* start = w.data.as<std::byte>() + panel * w.panel_bytes + lane * 4;
-    const uint16_t* scales = w.scales.as<uint16_t>() + panel * w.scale_panel_halves + lane;
-    sum(act, row_bytes, start, scales, w.steps, w.scale_shift, tile + done);
+void sum_group_panel(const PackedLinear& w, const std::byte* act, int64_t row_bytes, int rows, int64_t panel,
+                     float* tile) {
+  const std::byte* start = w.data.as<std::byte>() + panel * w.panel_bytes;
+  const uint16_t* scales = w.scales.as<uint16_t>() + panel * w.scale_panel_halves;
+  for (int column = 0; column < kPanel; column += kGroupVectors * kLanes) {
+    kByRows<K>[rows - 1](act, row_bytes, start + column * 4, scales + column, w.steps, w.scale_shift, tile + column);
   }
 }
 
 template <class K>
 void run_kind(Team& team, const LinearArgs& args) {
-  walk<FinishGroup>(team, args, &sum_group_columns<K>, kGroupRows, kGroupRows < 6 ? 1 : 6, 0);
+  walk<FinishGroup>(team, args, &sum_group_panel<K>, kGroupRows, 0);
 }
 
 }  // namespace

@@ -12,19 +12,18 @@
 namespace pm::PM_ISA {
 
 constexpr int kPanel = 32;                    // columns of a packed panel
-constexpr int kPanelVectors = kPanel / kLanes;
-constexpr int kTileColumns = 64;              // row stride, in floats, of the buffer that a tile is summed into
 constexpr int kStepBytes = 128;               // a panel's weights for one step along K
 
-// Each step takes 128 bytes of a panel and kActBytes of each row. Tiles are sized so that accumulators, weights and one
-// broadcast fit the register file: 32 registers on AVX-512, 16 elsewhere.
+// Each step takes kActBytes of each row and 128 bytes of a panel, of which a tile takes two vectors: on AVX-512 that is
+// the panel, so that weights come as one stream from memory (two streams side by side are slower by a fifth when rows are
+// few). kRows is what fits the register file, 32 registers on AVX-512 and 16 elsewhere: two accumulators for each row,
+// the weights and a broadcast.
 
 struct StepF32 {  // one k
   using Acc = F32;
   using Weights = F32;
   static constexpr int kActBytes = 4;
   static constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 3;
-  static constexpr int kSkinnyRows = kLanes == 16 ? 6 : kLanes == 8 ? 3 : 1;
   static Acc zero() { return zero_f32(); }
   static Weights weights(const std::byte* p) { return load(reinterpret_cast<const float*>(p)); }
   static F32 act(const std::byte* p) {
@@ -41,7 +40,6 @@ struct StepBf16 {  // two k, bfloat16 on both sides
   using Weights = I32;
   static constexpr int kActBytes = 4;
   static constexpr int kRows = StepF32::kRows;
-  static constexpr int kSkinnyRows = StepF32::kSkinnyRows;
   static Acc zero() { return zero_f32(); }
   static Weights weights(const std::byte* p) { return load_i32(p); }
   static I32 act(const std::byte* p) { return splat_word(p); }
@@ -59,7 +57,6 @@ struct StepBf16Widened {  // two k, bfloat16 weights widened to float, float act
   };
   static constexpr int kActBytes = 8;
   static constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 4 : 2;
-  static constexpr int kSkinnyRows = kLanes == 16 ? 4 : 1;
   static Acc zero() { return zero_f32(); }
   static Weights weights(const std::byte* p) {
     const I32 both = load_i32(p);
@@ -75,7 +72,6 @@ struct StepInt8 {  // four k
   using Weights = W8;
   static constexpr int kActBytes = 4;
   static constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? (kW8Offset == 0 ? 6 : 4) : 2;
-  static constexpr int kSkinnyRows = kLanes == 16 ? 6 : kLanes == 8 && kW8Offset == 0 ? 2 : 1;
   static Acc zero() { return zero_i32(); }
   static Weights weights(const std::byte* p) { return prepare_w8(load_i32(p)); }
   static I32 act(const std::byte* p) { return splat_word(p); }
@@ -88,45 +84,33 @@ inline void prefetch(const std::byte* p) { __builtin_prefetch(p, 0, 3); }
 #define PM_EACH_ROW(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11)
 // Twelve row addresses from four pointers and one stride, which is what x86 addressing can hold in registers.
 #define PM_ROW_AT(r) ((r) < 3 ? a0 : (r) < 6 ? a3 : (r) < 9 ? a6 : a9) + ((r) % 3) * row_bytes
-#define PM_ROW_DECLARE(r) [[maybe_unused]] auto c##r##_0 = S::zero(), c##r##_1 = S::zero(), c##r##_2 = S::zero(), c##r##_3 = S::zero();
-#define PM_ROW_STEP(r)                                      \
-  if constexpr (MR > r) {                                   \
-    const auto a = S::act(PM_ROW_AT(r));                    \
-    c##r##_0 = S::dot(c##r##_0, w0, a);                     \
-    if constexpr (NV > 1) c##r##_1 = S::dot(c##r##_1, w1, a); \
-    if constexpr (NV > 2) c##r##_2 = S::dot(c##r##_2, w2, a); \
-    if constexpr (NV > 3) c##r##_3 = S::dot(c##r##_3, w3, a); \
+#define PM_ROW_DECLARE(r) [[maybe_unused]] auto c##r##_0 = S::zero(), c##r##_1 = S::zero();
+#define PM_ROW_STEP(r)                      \
+  if constexpr (MR > r) {                   \
+    const auto a = S::act(PM_ROW_AT(r));    \
+    c##r##_0 = S::dot(c##r##_0, w0, a);     \
+    c##r##_1 = S::dot(c##r##_1, w1, a);     \
   }
-#define PM_ROW_STORE(r)                                                                      \
-  if constexpr (MR > r) {                                                                    \
-    store(tile + r * kTileColumns, S::bits(c##r##_0));                                       \
-    if constexpr (NV > 1) store(tile + r * kTileColumns + kLanes, S::bits(c##r##_1));        \
-    if constexpr (NV > 2) store(tile + r * kTileColumns + 2 * kLanes, S::bits(c##r##_2));    \
-    if constexpr (NV > 3) store(tile + r * kTileColumns + 3 * kLanes, S::bits(c##r##_3));    \
+#define PM_ROW_STORE(r)                                          \
+  if constexpr (MR > r) {                                        \
+    store(tile + r * kPanel, S::bits(c##r##_0));                 \
+    store(tile + r * kPanel + kLanes, S::bits(c##r##_1));        \
   }
 
-// Sums rows act[0 .. MR), `row_bytes` apart, against the NV vectors of columns that begin at `w` (which may lie in the
-// middle of a panel), and leaves the raw sums (int32 as its bits) in tile[row * kTileColumns + column].
-template <class S, int MR, int NV>
-void sum_tile(const std::byte* act, int64_t row_bytes, const std::byte* w, int64_t panel_bytes, int64_t steps,
-              float* tile) {
-  static_assert(NV <= kPanelVectors || NV % kPanelVectors == 0);
+// Sums rows act[0 .. MR), `row_bytes` apart, against the two vectors of columns that begin at `w`, and leaves the raw sums
+// (int32 as its bits) in tile[row * kPanel + column].
+template <class S, int MR>
+void sum_tile(const std::byte* act, int64_t row_bytes, const std::byte* w, int64_t steps, float* tile) {
   // Far enough ahead for memory at its latency, near enough to stay in the first-level cache. Running past the end of a
   // panel is wanted: the next one follows.
   constexpr int64_t kAhead = MR <= 6 ? 2048 : 1024;
   const std::byte *a0 = act, *a3 = act + 3 * row_bytes, *a6 = act + 6 * row_bytes, *a9 = act + 9 * row_bytes;
   PM_EACH_ROW(PM_ROW_DECLARE)
-  const auto column = [&](int j) {
-    return (j / kPanelVectors) * panel_bytes + (j % kPanelVectors) * static_cast<int64_t>(kLanes * 4);
-  };
   for (int64_t step = 0; step < steps; ++step) {
     const auto w0 = S::weights(w);
-    [[maybe_unused]] const auto w1 = S::weights(w + (NV > 1 ? column(1) : 0));
-    [[maybe_unused]] const auto w2 = S::weights(w + (NV > 2 ? column(2) : 0));
-    [[maybe_unused]] const auto w3 = S::weights(w + (NV > 3 ? column(3) : 0));
+    const auto w1 = S::weights(w + kLanes * 4);
     prefetch(w + kAhead);
-    if constexpr (NV * kLanes > 16) prefetch(w + kAhead + 64);
-    if constexpr (NV > kPanelVectors) prefetch(w + panel_bytes + kAhead), prefetch(w + panel_bytes + kAhead + 64);
+    if constexpr (kLanes == 16) prefetch(w + kAhead + 64);
     PM_EACH_ROW(PM_ROW_STEP)
     w += kStepBytes;
     a0 += S::kActBytes, a3 += S::kActBytes, a6 += S::kActBytes, a9 += S::kActBytes;
