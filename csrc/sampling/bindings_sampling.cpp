@@ -94,11 +94,41 @@ void draw_rows(Logits logits, Vec<const int64_t> index, Vec<const float> tempera
   });
 }
 
+void row_logprobs(Logits logits, Vec<const int64_t> index, Vec<const int64_t> chosen, Vec<float> value,
+                  Vec<int64_t> rank, nb::ndarray<int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> best,
+                  nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> best_value) {
+  const size_t count = index.shape(0);
+  const int64_t rows = static_cast<int64_t>(logits.shape(0)), vocab = static_cast<int64_t>(logits.shape(1));
+  const int64_t most = static_cast<int64_t>(best.shape(1));
+  check(chosen.shape(0) == count && value.shape(0) == count && rank.shape(0) == count && best.shape(0) == count &&
+            best_value.shape(0) == count && best_value.shape(1) == best.shape(1),
+        "all arrays must be as long as index, best and best_value equally wide");
+  check(most <= vocab, "best is wider than logits");
+  for (size_t i = 0; i < count; ++i) {
+    check(index.data()[i] >= 0 && index.data()[i] < rows, "index names a row that logits does not have");
+    check(chosen.data()[i] >= 0 && chosen.data()[i] < vocab, "chosen names a token that logits does not have");
+  }
+  nb::gil_scoped_release release;
+  const SamplingTable& table = pick_sampling();
+  parallel([&](Team& team) {
+    team.for_each(static_cast<int64_t>(count), [&](int64_t i) {
+      static thread_local Scratch scratch;
+      const ChosenLogprob own =
+          logprobs(table, logits.data() + index.data()[i] * vocab, vocab, chosen.data()[i], most, scratch.of(vocab),
+                   best.data() + i * most, best_value.data() + i * most);
+      value.data()[i] = own.value;
+      rank.data()[i] = own.rank;
+    });
+  });
+}
+
 }  // namespace
 
 void register_sampling(nb::module_& m) {
   m.def("row_extremes", &row_extremes, "logits"_a, "best"_a, "highest"_a, "finite"_a);
   m.def("forbid_tokens", &forbid_tokens, "logits"_a, "mask"_a);
+  m.def("row_logprobs", &row_logprobs, "logits"_a, "index"_a, "chosen"_a, "value"_a, "rank"_a, "best"_a,
+        "best_value"_a);
   m.def("draw_rows", &draw_rows, "logits"_a, "index"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "seed"_a,
         "position"_a, "out"_a);
 }

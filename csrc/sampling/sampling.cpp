@@ -120,4 +120,20 @@ int64_t draw(const SamplingTable& table, const Draw& row, const DrawMemory& memo
   return pick(memory, row.vocab, noise * mass_of(memory.block_mass, row.vocab));
 }
 
+ChosenLogprob logprobs(const SamplingTable& table, const float* logits, int64_t vocab, int64_t chosen, int64_t most,
+                       const DrawMemory& memory, int64_t* ids, float* values) {
+  const float highest = table.extremes(logits, vocab).highest;
+  table.weigh(logits, vocab, highest, 1.0f, 0.0f, memory.weights, memory.block_mass);
+  const double log_sum = highest + std::log(mass_of(memory.block_mass, vocab));
+  int64_t count = 0;
+  for (float below = 4; most > 0 && count < most; below *= 4)  // ends in infinity, where all are found
+    count = table.collect(logits, vocab, highest - below, memory.found);
+  std::partial_sort(memory.found, memory.found + most, memory.found + count, heavier);
+  for (int64_t i = 0; i < most; ++i) {
+    ids[i] = memory.found[i].id;
+    values[i] = static_cast<float>(memory.found[i].weight - log_sum);
+  }
+  return {static_cast<float>(logits[chosen] - log_sum), 1 + table.count_above(logits, vocab, logits[chosen])};
+}
+
 }  // namespace pm

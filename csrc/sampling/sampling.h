@@ -43,10 +43,12 @@ struct SamplingTable {
   // kMassBlock. Both padded: weights to a multiple of 16.
   void (*weigh)(const float* logits, int64_t vocab, float highest, float scale, float least, float* weights,
                 float* block_mass);
-  // All (weight, id) with weight >= least, by ascending id, into found; returns how many.
+  // All (weight, id) with weight >= least, by ascending id, into found; returns how many. Also for logits.
   int64_t (*collect)(const float* weights, int64_t vocab, float least, Candidate* found);
   // Sets to 0 every weight that is lighter than `last`, or as heavy with a higher id; block_mass anew.
   void (*cut)(float* weights, int64_t vocab, Candidate last, float* block_mass);
+  // How many logits are above `bound`.
+  int64_t (*count_above)(const float* logits, int64_t vocab, float bound);
   // logits[i] = -inf where bit i % 32 of mask[i / 32] is 0.
   void (*forbid)(float* logits, int64_t vocab, const uint32_t* mask);
 };
@@ -62,5 +64,14 @@ struct DrawMemory {
   Candidate* found;    // [vocab]
 };
 int64_t draw(const SamplingTable& table, const Draw& row, const DrawMemory& memory);
+
+// Log probability of `chosen` and its rank (1: the best; equals share one), and the `most` best tokens, ids [most] and
+// values [most], best first and equals by ascending id. The row is finite; most <= vocab.
+struct ChosenLogprob {
+  float value;
+  int64_t rank;
+};
+ChosenLogprob logprobs(const SamplingTable& table, const float* logits, int64_t vocab, int64_t chosen, int64_t most,
+                       const DrawMemory& memory, int64_t* ids, float* values);
 
 }  // namespace pm

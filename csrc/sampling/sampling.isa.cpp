@@ -116,6 +116,16 @@ void cut(float* weights, int64_t vocab, Candidate last, float* block_mass) {
   }
 }
 
+int64_t count_above(const float* logits, int64_t vocab, float bound) {
+  const F16 limit = set1(bound);
+  int64_t count = 0;
+  for (int64_t i = 0; i < vocab; i += 16) {
+    const Mask m = tail_mask(vocab - i);
+    count += __builtin_popcount(greater(load(logits + i, m), limit) & m);
+  }
+  return count;
+}
+
 void forbid(float* logits, int64_t vocab, const uint32_t* mask) {
   const F16 low = set1(-__builtin_inff());
   for (int64_t i = 0; i < vocab; i += 16) {
@@ -129,6 +139,6 @@ void forbid(float* logits, int64_t vocab, const uint32_t* mask) {
 }  // namespace
 
 extern const SamplingTable sampling_table;
-const SamplingTable sampling_table = {extremes, weigh, collect, cut, forbid};
+const SamplingTable sampling_table = {extremes, weigh, collect, cut, count_above, forbid};
 
 }  // namespace pm::PM_ISA

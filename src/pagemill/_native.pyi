@@ -338,6 +338,15 @@ def row_extremes(logits: Array, best: Array, highest: Array, finite: Array) -> N
     best [R] int64, highest [R] float32, finite [R] bool.
     """
 
+def row_logprobs(
+    logits: Array, index: Array, chosen: Array, value: Array, rank: Array, best: Array, best_value: Array
+) -> None:
+    """Log probabilities in the finite rows ``index`` [n] int64 of logits [R, V] float32.
+
+    Of the tokens ``chosen`` [n] int64 into value [n] float32 and rank [n] int64 (1: the best; equals share one); of the
+    m best tokens, equals by ascending id, into best [n, m] int64 and best_value [n, m] float32.
+    """
+
 def forbid_tokens(logits: Array, mask: Array) -> None:
     """logits [R, V] = -inf in place where the token's bit in mask [R, ceil(V / 32)] int32, lowest first, is 0."""
 

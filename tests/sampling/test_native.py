@@ -102,6 +102,23 @@ def test_forbidden_tokens_are_those_whose_bit_is_0(vocab: int) -> None:
     assert torch.isfinite(logits[2]).all()
 
 
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_log_probabilities_ranks_and_the_best(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(9, vocab, generator=generator) * 4
+    logits[3:6] = logits[3:6].round()  # with ties
+    logits[6] *= 1000
+    index = np.array([8, 0, 3, 4, 5, 6, 1])
+    chosen = np.random.default_rng(0).integers(0, vocab, len(index))
+    for most in {0, min(vocab, 1), min(vocab, 20)}:
+        told = NativePicker().logprobs(logits, index, chosen, most)
+        expected = TorchPicker().logprobs(logits, index, chosen, most)
+        assert told.best.tolist() == expected.best.tolist()
+        assert told.rank.tolist() == expected.rank.tolist()
+        np.testing.assert_allclose(told.value, expected.value, rtol=1e-6, atol=1e-5)
+        np.testing.assert_allclose(told.best_value, expected.best_value, rtol=1e-6, atol=1e-5)
+
+
 def test_equal_weights_count_by_ascending_id() -> None:
     logits = torch.zeros(200, 500)
     rows = np.arange(200)

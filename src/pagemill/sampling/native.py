@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from pagemill import _native
+from pagemill.sampling.picker import RowLogprobs
 from pagemill.sampling.table import SamplingTable
 
 __all__ = ["NativePicker"]
@@ -25,6 +26,17 @@ class NativePicker:
         best, highest, finite = np.empty(rows, np.int64), np.empty(rows, np.float32), np.empty(rows, np.bool_)
         _native.row_extremes(logits, best, highest, finite)
         return best, highest, finite
+
+    def logprobs(self, logits: torch.Tensor, index: Rows, chosen: Rows, most: int) -> RowLogprobs:
+        """The softmax's sum in one pass; only tokens near the best are sorted."""
+        told = RowLogprobs(
+            np.empty(len(index), np.float32),
+            np.empty(len(index), np.int64),
+            np.empty((len(index), most), np.int64),
+            np.empty((len(index), most), np.float32),
+        )
+        _native.row_logprobs(logits, index, chosen, *told)
+        return told
 
     def forbid(self, logits: torch.Tensor, mask: NDArray[np.int32]) -> None:
         """Rows without a forbidden token are only read."""

@@ -6,21 +6,30 @@ picker (native.py) does the same in one pass over each row. Neither may let rows
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagemill.sampling.logprobs import ordered_topk
 from pagemill.sampling.noise import uniforms
 from pagemill.sampling.table import SamplingTable
 
-__all__ = ["Picker", "TorchPicker"]
+__all__ = ["Picker", "RowLogprobs", "TorchPicker"]
 
 Rows = NDArray[np.int64]
 _FIRST_TOP_P = 256
 """Candidates sorted first for top_p; eight times as many while they do not hold enough mass."""
+
+
+class RowLogprobs(NamedTuple):
+    """Log probabilities in n rows: of one token each, and of the best, equals by ascending id."""
+
+    value: NDArray[np.float32]  # [n]
+    rank: Rows  # [n] 1: the best; equals share the rank of the first
+    best: Rows  # [n, most]
+    best_value: NDArray[np.float32]  # [n, most] descending
 
 
 class Picker(Protocol):
@@ -30,6 +39,9 @@ class Picker(Protocol):
 
     def best(self, logits: torch.Tensor) -> tuple[Rows, NDArray[np.float32], NDArray[np.bool_]]:
         """Of each row of logits float32 [R, V]: the lowest id of the highest logit, that logit, all finite or not."""
+
+    def logprobs(self, logits: torch.Tensor, index: Rows, chosen: Rows, most: int) -> RowLogprobs:
+        """Of the tokens ``chosen`` [n] in the rows ``index`` [n] of logits [R, V], and of the ``most`` <= V best."""
 
     def forbid(self, logits: torch.Tensor, mask: NDArray[np.int32]) -> None:
         """logits [R, V] = -inf in place where the token's bit in mask [R, ceil(V / 32)], lowest first, is 0."""
@@ -56,6 +68,22 @@ class TorchPicker:
             low, high = torch.aminmax(logits, dim=-1)
             best, lowest, highest = (part.cpu().numpy() for part in (logits.argmax(dim=-1), low, high))
         return best, highest, np.isfinite(lowest) & np.isfinite(highest)
+
+    def logprobs(self, logits: torch.Tensor, index: Rows, chosen: Rows, most: int) -> RowLogprobs:
+        """A few rows at a time: their softmax is as large as they are."""
+        parts = [
+            self._logprobs(logits[torch.from_numpy(index[at : at + 64]).to(logits.device)], chosen[at : at + 64], most)
+            for at in range(0, len(index), 64)
+        ]
+        return RowLogprobs(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+    @staticmethod
+    def _logprobs(logits: torch.Tensor, chosen: Rows, most: int) -> RowLogprobs:
+        values = torch.log_softmax(logits, dim=-1)
+        own = values.gather(1, torch.from_numpy(chosen).to(values.device)[:, None])  # [n, 1]
+        rank = (values > own).sum(dim=1) + 1
+        best, ids = _ordered_topk(values, most)
+        return RowLogprobs(*(part.cpu().numpy() for part in (own[:, 0], rank, ids, best)))
 
     def forbid(self, logits: torch.Tensor, mask: NDArray[np.int32]) -> None:
         """Bits to booleans, then one masked fill."""
@@ -97,7 +125,7 @@ def _chosen(values: NDArray[np.generic], where: NDArray[np.bool_]) -> list[tuple
 def _keep_top_k(weights: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
     """Weights [R, V] with all but the top_k [R] heaviest at 0; among equals the lowest ids stay."""
     most = min(int(top_k.max()), weights.shape[1])
-    best, ids = ordered_topk(weights, most, unordered=0.0)
+    best, ids = _ordered_topk(weights, most, unordered=0.0)
     best = best.masked_fill(torch.arange(most, device=best.device) >= top_k[:, None], 0.0)
     return torch.zeros_like(weights).scatter_(1, ids, best)
 
@@ -110,7 +138,7 @@ def _keep_top_p(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     size = min(_FIRST_TOP_P, weights.shape[1])
     while len(todo):
         part = weights[todo]
-        best, ids = ordered_topk(part, size, unordered=0.0)
+        best, ids = _ordered_topk(part, size, unordered=0.0)
         mass = torch.cumsum(best.double(), dim=-1)
         before = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], dim=1)
         best = best.masked_fill(before >= limit[todo, None], 0.0)
@@ -120,3 +148,21 @@ def _keep_top_p(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
         todo = todo[mass[:, -1] < limit[todo]]
         size = min(8 * size, weights.shape[1])
     return kept
+
+
+def _ordered_topk(values: torch.Tensor, k: int, unordered: float = math.nan) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest of each row of values [R, V], descending, equal ones by ascending index: values and ids [R, k].
+
+    Where the k-th is ``unordered``, any of those equal to it may be among the k.
+    """
+    best, ids = torch.topk(values, k, dim=-1)
+    if not k:
+        return best, ids
+    last = best[:, -1:]
+    inside, everywhere = (best == last).sum(dim=1), (values == last).sum(dim=1)
+    cut = (inside != everywhere) & (last[:, 0] != unordered)
+    for row in torch.nonzero(cut)[:, 0].tolist():  # which of the equal ones topk took is chance: take the lowest
+        ids[row, best[row] == last[row]] = torch.nonzero(values[row] == last[row])[: int(inside[row]), 0]
+    ids = ids.sort(dim=-1).values
+    best, order = values.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    return best, ids.gather(1, order)

@@ -79,7 +79,7 @@ class Sampler:
         if non_finite.any():
             logits[torch.from_numpy(non_finite).to(logits.device)] = 0.0
         asked = np.flatnonzero(self.table.num_logprobs[rows] >= 0)
-        raw = logits[torch.from_numpy(asked).to(logits.device)] if len(asked) else None
+        raw = self._raw(logits, rows, asked, mask is not None)
         if self._change(logits, rows, mask):
             tokens, highest, _ = self._picker.best(logits)
             nothing = np.isneginf(highest)  # every token is forbidden
@@ -90,7 +90,16 @@ class Sampler:
         if len(drawn):
             tokens[drawn] = self._picker.draw(logits, drawn, self.table, rows[drawn], positions[drawn])
         self._accept(rows, tokens, non_finite)
-        return Sampled(tokens, non_finite, self._logprobs(raw, asked, rows, tokens))
+        return Sampled(tokens, non_finite, self._logprobs(raw, asked, rows, tokens) if len(asked) else None)
+
+    def logprobs(self, logits: torch.Tensor, token_ids: Rows, num_candidates: int) -> list[TokenLogprobs]:
+        """Log probabilities of given tokens [n], each in its row of logits [n, V]."""
+        wanted = np.full(len(token_ids), num_candidates, np.int32)
+        return token_logprobs(self._picker, logits, np.arange(len(token_ids)), token_ids, wanted)
+
+    def _raw(self, logits: torch.Tensor, rows: Rows, asked: Rows, masked: bool) -> torch.Tensor:
+        """Logits as they are now, for the rows that report them: a copy only where something will change them."""
+        return logits.clone() if masked or self._processed[rows[asked]].any() else logits
 
     def _change(self, logits: torch.Tensor, rows: Rows, mask: NDArray[np.int32] | None) -> bool:
         if mask is not None:
@@ -107,13 +116,9 @@ class Sampler:
             for processor in self._processors:
                 processor.accept(rows[taken], tokens[taken])
 
-    def _logprobs(
-        self, raw: torch.Tensor | None, asked: Rows, rows: Rows, tokens: Rows
-    ) -> list[TokenLogprobs | None] | None:
-        if raw is None:
-            return None
+    def _logprobs(self, raw: torch.Tensor, asked: Rows, rows: Rows, tokens: Rows) -> list[TokenLogprobs | None]:
         found: list[TokenLogprobs | None] = [None] * len(rows)
-        wanted = token_logprobs(raw, tokens[asked], self.table.num_logprobs[rows[asked]])
+        wanted = token_logprobs(self._picker, raw, asked, tokens[asked], self.table.num_logprobs[rows[asked]])
         for i, entry in zip(asked.tolist(), wanted, strict=True):
             found[i] = entry
         return found

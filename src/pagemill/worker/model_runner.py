@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from pagemill.core.messages import NewRow, SchedulerOutput, StepResult, TokenLogprobs
 from pagemill.kernels.ops import StepInputs
-from pagemill.sampling.logprobs import token_logprobs
 from pagemill.sampling.sampler import Sampler
 from pagemill.sampling.table import RowRequest
 from pagemill.worker.backend import Backend
@@ -197,6 +196,5 @@ class ModelRunner:
             return
         first = int(self.batch.num_computed_tokens[row]) + 1
         following = self.batch.token_ids[row, first : first + len(logits)].astype(np.int64)
-        wanted = np.full(len(logits), self._prompt_logprobs[row], np.int32)
-        entries = token_logprobs(logits, following, wanted)
+        entries = self.sampler.logprobs(logits, following, self._prompt_logprobs[row])
         forward.prompt_logprobs.setdefault(request_id, []).extend(entries)
