@@ -3,13 +3,13 @@
 // KV layout. The cache of a layer is [num_blocks][block_bytes]; inside a block, in words of 32 bits,
 //   [kv_head][block_size / 16] groups of 16 tokens, each
 //     keys    [key_steps][16]          a word holds a bf16 pair (d, d + 1) or one float d of one token
-//     values  [value_steps][padded]    a word holds the bf16 pair of tokens (2 s, 2 s + 1) or one float of token s, at d
-// with key_steps = head_dim / 2 or head_dim, value_steps = 8 or 16, padded = head_dim rounded up to 16. A score register
-// thus holds 16 keys of one query, an output register 16 dimensions, and no lane is ever summed across.
+//     values  [value_steps][padded]    a word holds the bf16 pair of tokens (2 s, 2 s + 1), or a float of token s
+// with key_steps = head_dim / 2 or head_dim, value_steps = 8 or 16, padded = head_dim rounded up to 16. A register of
+// scores thus holds 16 keys of one query, one of outputs 16 dimensions, and no lane is ever summed across.
 //
-// Exactness. A query's keys are walked in tiles of 256 positions aligned to position 0. Each tile alone yields a maximum,
-// a sum and an output; they are merged in order of position. So chunks, neighbours, threads and physical blocks cannot
-// change a bit, and a long context may be cut at any tile.
+// Exactness. A query's keys are walked in tiles of 256 positions aligned to position 0. Each tile alone yields a
+// maximum, a sum and an output; they are merged in order of position. So chunks, neighbours, threads and physical
+// blocks cannot change a bit, and a long context may be cut at any tile.
 #pragma once
 
 #include <cstddef>
@@ -71,8 +71,8 @@ struct AttentionCall {
   float* partials;  // [num_partials][attention_partial_floats]
 };
 
-// What each instruction set provides. `memory`: attention_scratch_floats() floats of this thread alone. `next`: the item
-// that this thread takes afterwards, or null; its first keys are fetched on the way.
+// What each instruction set provides. `memory`: attention_scratch_floats() floats of this thread alone. `next`: the
+// item that this thread takes afterwards, or null; its first keys are fetched on the way.
 struct AttentionTable {
   void (*item)(const AttentionCall&, const AttentionItem&, const AttentionItem* next, float* memory);
   void (*merge)(const AttentionCall&, const AttentionItem&, float* memory);

@@ -73,7 +73,7 @@ PM_INLINE void value_block(const uint32_t* p, const uint32_t* const* values, int
       };
       (row_step(std::integral_constant<int, Rs>{}), ...);
     }
-    if (whole < count) {  // the partner token is not written yet: whatever lies there must not reach the sum, not as 0 * NaN
+    if (whole < count) {  // the pair's other token is not written yet: what lies there may be NaN, and 0 * NaN is NaN
       W16 w[C];
       ((w[Cs] = low_halves(load_words(v + Cs * 16))), ...);
       const auto row_step = [&](auto row) __attribute__((always_inline)) {
@@ -145,7 +145,9 @@ PM_INLINE void stage_query(uint32_t* q, const float* from, int dim, Bf16Word) {
     store_bf16(to + d, load(from + d, m), m);
   }
 }
-PM_INLINE void stage_query(uint32_t* q, const float* from, int dim, F32Word) { std::memcpy(q, from, dim * sizeof(float)); }
+PM_INLINE void stage_query(uint32_t* q, const float* from, int dim, F32Word) {
+  std::memcpy(q, from, dim * sizeof(float));
+}
 
 // Lanes [lo, hi) of 16.
 PM_INLINE Mask lane_range(int lo, int hi) {
@@ -166,22 +168,22 @@ PM_INLINE void softmax_row(float* s, int first, int last, int lo, int hi, float 
   if (g0 >= g1) g0 = g1 = first;  // nothing visible
   float factor = scale * kLog2e;
   if (softcap > 0) {
-    for (int g = g0; g < g1; ++g) store(s + g * 16, mul(set1(softcap), tanh(mul(load(s + g * 16), set1(scale / softcap)))));
+    const F16 cap = set1(softcap), into = set1(scale / softcap);
+    for (int g = g0; g < g1; ++g) store(s + g * 16, mul(cap, tanh(mul(load(s + g * 16), into))));
     factor = kLog2e;
   }
+  const auto visible = [&](int g) __attribute__((always_inline)) {
+    return g * 16 >= lo && g * 16 + 16 <= hi ? Mask{0xffff} : lane_range(lo - g * 16, hi - g * 16);
+  };
   F16 top = set1(kMinusInf);
-  for (int g = g0; g < g1; ++g) {
-    const Mask m = lane_range(lo - g * 16, hi - g * 16);
-    top = max(top, select(m, load(s + g * 16), set1(kMinusInf)));
-  }
+  for (int g = g0; g < g1; ++g) top = max(top, select(visible(g), load(s + g * 16), set1(kMinusInf)));
   const float peak = hmax(top) * factor;
   // Rows of the item that see nothing of this tile (a window's edge, keys to come) keep a finite exponent.
   const F16 shift = set1(peak == kMinusInf ? 0.0f : -peak), by = set1(factor);
   F16 sum = zero();
   for (int g = first; g < g0; ++g) store_probabilities(p + g * steps, zero(), Word{});
   for (int g = g0; g < g1; ++g) {
-    const Mask m = lane_range(lo - g * 16, hi - g * 16);
-    const F16 e = zero_unless(m, exp2(fma(load(s + g * 16), by, shift)));
+    const F16 e = zero_unless(visible(g), exp2(fma(load(s + g * 16), by, shift)));
     sum = add(sum, e);
     store_probabilities(p + g * steps, e, Word{});
   }
@@ -309,8 +311,9 @@ void attend(const AttentionCall& call, const AttentionItem& item, const Attentio
   const int64_t slot_floats = kTileRows * (padded + 2);
   TileKeys tile(call, item, item.tile_begin);
   for (int t = 0; t < item.tile_count; ++t) {
-    const TileKeys after = t + 1 < item.tile_count ? TileKeys(call, item, item.tile_begin + t + 1)
-                                                   : TileKeys(call, next ? *next : item, (next ? *next : item).tile_begin);
+    const bool more = t + 1 < item.tile_count;
+    const AttentionItem& follower = more || !next ? item : *next;
+    const TileKeys after(call, follower, more ? item.tile_begin + t + 1 : follower.tile_begin);
     attend_tile<Word>(call, item, tile, after, at);
     tile = after;
     if (item.partial >= 0) {

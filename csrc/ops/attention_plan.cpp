@@ -77,7 +77,7 @@ void AttentionPlan::build(const AttentionLayer& layer, const AttentionBatch& bat
 
 void attention_run(Team& team, const AttentionPlan& plan, const AttentionCall& call, float* memory) {
   const AttentionTable& table = pick_attention();
-  const AttentionItem* held = nullptr;  // one item is held back until the next is drawn, so that its keys can be fetched
+  const AttentionItem* held = nullptr;  // until the next item is drawn, so that its keys can be fetched on the way
   team.for_each(static_cast<int64_t>(plan.items.size()), [&](int64_t i) {
     if (held) table.item(call, *held, &plan.items[i], memory);
     held = &plan.items[i];
@@ -85,7 +85,8 @@ void attention_run(Team& team, const AttentionPlan& plan, const AttentionCall& c
   if (held) table.item(call, *held, nullptr, memory);
   if (plan.merges.empty()) return;
   team.barrier();
-  team.for_each(static_cast<int64_t>(plan.merges.size()), [&](int64_t i) { table.merge(call, plan.merges[i], memory); });
+  const auto merges = static_cast<int64_t>(plan.merges.size());
+  team.for_each(merges, [&](int64_t i) { table.merge(call, plan.merges[i], memory); });
 }
 
 }  // namespace pm

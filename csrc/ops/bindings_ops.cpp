@@ -36,7 +36,7 @@ void check_batch(const AttentionLayer& layer, const AttentionBatch& batch, int64
         "query_start must run from 0 to the number of tokens");
   for (int r = 0; r < batch.num_requests; ++r) {
     const int queries = batch.query_start[r + 1] - batch.query_start[r], context = batch.context_lens[r];
-    check(queries > 0 && context >= queries, "every request needs at least one query, and a context that holds its queries");
+    check(queries > 0 && context >= queries, "a request needs a query, and a context that holds its queries");
     check(context <= batch.table_stride * layer.block_size, "a context is longer than its block table");
     const int oldest = layer.window ? std::max(0, context - queries - layer.window + 1) : 0;
     for (int b = oldest / layer.block_size; b <= (context - 1) / layer.block_size; ++b) {
@@ -64,7 +64,7 @@ void attention(Mat<const float> query, Mat<const uint8_t> cache, Vec<const int32
                int num_kv_heads, int head_dim, int block_size, float scale, int window, float softcap, int kv_type) {
   const AttentionLayer layer =
       make_layer(kv_type, block_size, num_heads, num_kv_heads, head_dim, scale, window, softcap);
-  check(query.shape(1) >= static_cast<size_t>(num_heads * head_dim), "query rows are shorter than num_heads * head_dim");
+  check(query.shape(1) >= static_cast<size_t>(num_heads * head_dim), "query rows are too short for the heads");
   check(out.shape(0) == query.shape(0) && out.shape(1) == static_cast<size_t>(num_heads * head_dim),
         "out must be [tokens, num_heads * head_dim]");
   check(cache.shape(1) == static_cast<size_t>(layer.block_bytes()), "cache must be [num_blocks, kv_block_bytes()]");
@@ -99,7 +99,8 @@ void rope_and_cache(Mat<float> qkv, Mat<uint8_t> cache, Vec<const int32_t> posit
   const int64_t tokens = static_cast<int64_t>(qkv.shape(0));
   check(qkv.shape(1) == static_cast<size_t>((num_heads + 2 * num_kv_heads) * head_dim), "qkv has the wrong width");
   check(cache.shape(1) == static_cast<size_t>(layer.block_bytes()), "cache must be [num_blocks, kv_block_bytes()]");
-  check(positions.shape(0) == qkv.shape(0) && slots.shape(0) == qkv.shape(0), "positions and slots need one entry a token");
+  check(positions.shape(0) == qkv.shape(0) && slots.shape(0) == qkv.shape(0),
+        "positions and slots need one entry for each token");
   for (int64_t i = 0; i < tokens; ++i) {
     check(slots.data()[i] < static_cast<int64_t>(cache.shape(0)) * block_size, "a slot lies past the cache");
     check(positions.data()[i] >= 0 && (!table || positions.data()[i] < static_cast<int64_t>(table->shape(0))),
@@ -135,8 +136,9 @@ void rms_norm(Mat<const float> x, Vec<const float> weight, float eps, Mat<float>
   nb::gil_scoped_release release;
   const int64_t n = static_cast<int64_t>(x.shape(1));
   parallel([&](Team& team) {
-    team.for_each(static_cast<int64_t>(x.shape(0)),
-                  [&](int64_t i) { pick_rows().rms_norm(x.data() + i * n, weight.data(), n, eps, out.data() + i * n); });
+    team.for_each(static_cast<int64_t>(x.shape(0)), [&](int64_t i) {
+      pick_rows().rms_norm(x.data() + i * n, weight.data(), n, eps, out.data() + i * n);
+    });
   });
 }
 

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -9,6 +10,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings.h"
@@ -42,7 +44,8 @@ int floats(BoundProgram& p, int64_t columns, bool logits) {
 }
 
 int activation(BoundProgram& p, const PackedLinear& weight, bool logits) {
-  return p.new_buffer(logits ? RowKind::logits : RowKind::tokens, activation_row_bytes(activation_kind(weight), weight.k));
+  return p.new_buffer(logits ? RowKind::logits : RowKind::tokens,
+                      activation_row_bytes(activation_kind(weight), weight.k));
 }
 
 void embed(BoundProgram& p, const PackedLinear& table, float scale, int out) {
@@ -73,8 +76,8 @@ void linear(BoundProgram& p, int act, const PackedLinear& weight, int out, bool 
             bool logits) {
   check(gate == "silu" || gate == "gelu_tanh", "gate must be silu or gelu_tanh");
   check(out != kNone || logits, "only the logits are written outside the arena");
-  p.append(make_linear({logits ? RowKind::logits : RowKind::tokens, act, activation_kind(weight), &weight, out, accumulate,
-                        gate == "silu" ? Gate::silu : Gate::gelu_tanh}),
+  p.append(make_linear({logits ? RowKind::logits : RowKind::tokens, act, activation_kind(weight), &weight, out,
+                        accumulate, gate == "silu" ? Gate::silu : Gate::gelu_tanh}),
            0);
 }
 
@@ -91,16 +94,18 @@ struct LayerArgs {
 // The cache must outlive the program; blocks of one group are counted alike in all its layers.
 void keep_cache(BoundProgram& p, const LayerArgs& args) {
   check(args.group >= 0 && args.group < 64, "group must be between 0 and 63");
-  check(args.cache.shape(1) == static_cast<size_t>(args.layer.block_bytes()), "cache must be [num_blocks, kv_block_bytes()]");
-  if (p.num_blocks.size() <= static_cast<size_t>(args.group)) p.num_blocks.resize(static_cast<size_t>(args.group) + 1, 0);
-  p.num_blocks[static_cast<size_t>(args.group)] = static_cast<int64_t>(args.cache.shape(0));
+  check(args.cache.shape(1) == static_cast<size_t>(args.layer.block_bytes()),
+        "cache must be [num_blocks, kv_block_bytes()]");
+  const auto group = static_cast<size_t>(args.group);
+  if (p.num_blocks.size() <= group) p.num_blocks.resize(group + 1, 0);
+  p.num_blocks[group] = static_cast<int64_t>(args.cache.shape(0));
   p.block_size = args.layer.block_size;
   p.kept.push_back(nb::cast(args.cache));
 }
 
 void rope(BoundProgram& p, int qkv, const AttentionLayer& layer, const Mat<uint8_t>& cache, int group,
-          std::optional<Cube<const float>> table, bool interleaved, const OptionalVec& q_norm, const OptionalVec& k_norm,
-          float eps) {
+          std::optional<Cube<const float>> table, bool interleaved, const OptionalVec& q_norm,
+          const OptionalVec& k_norm, float eps) {
   keep_cache(p, {layer, cache, group});
   const int rotary_dim = table ? 2 * static_cast<int>(table->shape(2)) : 0;
   check(rotary_dim <= layer.head_dim, "the rotary table is wider than head_dim");
@@ -127,14 +132,15 @@ void rope(BoundProgram& p, int qkv, const AttentionLayer& layer, const Mat<uint8
 
 void attention(BoundProgram& p, int query, int out, const AttentionLayer& layer, const Mat<uint8_t>& cache, int group) {
   keep_cache(p, {layer, cache, group});
-  p.append(make_attention({layer, p.plan_for(layer, group), cache.data(), query, out}), attention_scratch_floats(layer));
+  const int plan = p.plan_for(layer, group);
+  p.append(make_attention({layer, plan, cache.data(), query, out}), attention_scratch_floats(layer));
 }
 
 void moe(BoundProgram& p, int router, int act, int out, const std::vector<const PackedLinear*>& gate_up,
          const std::vector<const PackedLinear*>& down, int64_t top_k, bool renormalize, int64_t down_hadamard,
          const std::string& gate, bool logits) {
   check(!gate_up.empty() && gate_up.size() == down.size(), "gate_up and down need one matrix for each expert");
-  check(top_k >= 1 && top_k <= static_cast<int64_t>(gate_up.size()), "top_k must be between 1 and the number of experts");
+  check(top_k >= 1 && top_k <= static_cast<int64_t>(gate_up.size()), "top_k must be 1 to the number of experts");
   check(gate == "silu" || gate == "gelu_tanh", "gate must be silu or gelu_tanh");
   for (size_t e = 0; e < gate_up.size(); ++e) {
     check(gate_up[e]->gated && gate_up[e]->k == gate_up[0]->k && gate_up[e]->n == gate_up[0]->n &&
@@ -173,7 +179,8 @@ void check_inputs(const BoundProgram& p, const ProgramInputs& in) {
     for (const int64_t most : p.max_position) check(in.positions[i] < most, "a position lies past the rotary table");
   }
   for (int64_t i = 0; i < in.num_logits; ++i) {
-    check(in.logits_rows[i] >= 0 && in.logits_rows[i] < in.num_tokens, "logits_rows names a token that is not in the step");
+    check(in.logits_rows[i] >= 0 && in.logits_rows[i] < in.num_tokens,
+          "logits_rows names a token that is not in the step");
   }
   for (size_t g = 0; g < in.groups.size(); ++g) {
     for (int64_t i = 0; i < in.num_tokens; ++i) {
@@ -182,7 +189,8 @@ void check_inputs(const BoundProgram& p, const ProgramInputs& in) {
   }
   p.for_each_plan([&](const AttentionLayer& layer, int group) {
     const GroupInputs& tables = in.groups[static_cast<size_t>(group)];
-    const AttentionBatch batch{in.num_requests, in.query_start, in.context_lens, tables.block_tables, tables.table_stride};
+    const AttentionBatch batch{in.num_requests, in.query_start, in.context_lens, tables.block_tables,
+                               tables.table_stride};
     check_batch(layer, batch, in.num_tokens, p.num_blocks[static_cast<size_t>(group)]);
   });
 }
@@ -208,7 +216,8 @@ void run(BoundProgram& p, Vec<const int32_t> token_ids, Vec<const int32_t> posit
   for (size_t g = 0; g < slot_mapping.size(); ++g) {
     check(slot_mapping[g].shape(0) == token_ids.shape(0), "slot_mapping and token_ids differ in length");
     check(block_tables[g].shape(0) == context_lens.shape(0), "block_tables needs one row for each request");
-    in.groups.push_back({slot_mapping[g].data(), block_tables[g].data(), static_cast<int64_t>(block_tables[g].shape(1))});
+    const auto stride = static_cast<int64_t>(block_tables[g].shape(1));
+    in.groups.push_back({slot_mapping[g].data(), block_tables[g].data(), stride});
   }
   check_inputs(p, in);
   nb::gil_scoped_release release;
@@ -235,8 +244,9 @@ void register_program(nb::module_& m) {
       .def("floats", &floats, "columns"_a, "logits"_a = false)
       .def("activation", &activation, "weight"_a, "logits"_a = false)
       .def("embed", &embed, "table"_a, "scale"_a, "out"_a, nb::keep_alive<1, 2>())
-      .def("rows", &rows, "source"_a, "columns"_a, nb::kw_only(), "norm"_a = nb::none(), "eps"_a = 0.0f, "hadamard"_a = 0,
-           "out"_a = kNone, "act"_a = kNone, "weight"_a = nb::none(), "gather"_a = false, "logits"_a = false)
+      .def("rows", &rows, "source"_a, "columns"_a, nb::kw_only(), "norm"_a = nb::none(), "eps"_a = 0.0f,
+           "hadamard"_a = 0, "out"_a = kNone, "act"_a = kNone, "weight"_a = nb::none(), "gather"_a = false,
+           "logits"_a = false)
       .def("linear", &linear, "act"_a, "weight"_a, "out"_a, nb::kw_only(), "accumulate"_a = false, "gate"_a = "silu",
            "logits"_a = false, nb::keep_alive<1, 3>())
       .def("add", &add, "out"_a, "y"_a, "columns"_a, "scale"_a, "logits"_a = false)
@@ -251,6 +261,12 @@ void register_program(nb::module_& m) {
       .def("finish", &BoundProgram::finish)
       .def("run", &run, "token_ids"_a, "positions"_a, "query_start"_a, "context_lens"_a, "slot_mapping"_a,
            "block_tables"_a, "logits_rows"_a, "logits"_a)
+      .def("set_profiling", &BoundProgram::set_profiling, "on"_a)
+      .def("timings", [](const BoundProgram& p) {
+             std::vector<std::pair<std::string, double>> result;
+             for (const auto& timing : p.timings()) result.emplace_back(timing.name, timing.seconds);
+             return result;
+           })
       .def_prop_ro("arena_bytes", &BoundProgram::arena_bytes)
       .def_prop_ro("num_instructions", &BoundProgram::num_instructions);
 }

@@ -24,6 +24,7 @@ void for_rows(Team& team, const Frame& frame, int64_t columns, F f) {
 class Embed final : public Instruction {
  public:
   explicit Embed(EmbedSpec spec) : s_(spec) {}
+  const char* name() const override { return "embed"; }
   std::vector<int> buffers() const override { return {s_.out}; }
   void run(Team& team, const Frame& frame) const override {
     for_rows(team, frame, s_.table->k, [&](int64_t row) {
@@ -41,6 +42,7 @@ class Rows final : public Instruction {
  public:
   explicit Rows(RowsSpec spec) : s_(std::move(spec)) {}
   RowKind rows() const override { return s_.rows; }
+  const char* name() const override { return "rows"; }
   std::vector<int> buffers() const override {
     std::vector<int> used{s_.source};
     if (s_.out != kNone) used.push_back(s_.out);
@@ -75,6 +77,7 @@ class Linear final : public Instruction {
  public:
   explicit Linear(LinearSpec spec) : s_(spec) {}
   RowKind rows() const override { return s_.rows; }
+  const char* name() const override { return s_.out == kNone ? "logits" : s_.weight->gated ? "gated" : "linear"; }
   std::vector<int> buffers() const override {
     return s_.out == kNone ? std::vector<int>{s_.act} : std::vector<int>{s_.act, s_.out};
   }
@@ -94,6 +97,7 @@ class Add final : public Instruction {
  public:
   explicit Add(AddSpec spec) : s_(spec) {}
   RowKind rows() const override { return s_.rows; }
+  const char* name() const override { return "add"; }
   std::vector<int> buffers() const override { return {s_.out, s_.y}; }
   void run(Team& team, const Frame& frame) const override {
     for_rows(team, frame, s_.columns, [&](int64_t row) {
@@ -115,6 +119,7 @@ class Rope final : public Instruction {
     s_.call.q_norm_size = static_cast<int>(s_.q_norm.size());
     s_.call.k_norm_size = static_cast<int>(s_.k_norm.size());
   }
+  const char* name() const override { return "rope"; }
   std::vector<int> buffers() const override { return {s_.qkv}; }
   void run(Team& team, const Frame& frame) const override {
     RopeCall call = s_.call;
@@ -133,6 +138,7 @@ class Attention final : public Instruction {
  public:
   explicit Attention(AttentionSpec spec) : s_(spec) {}
   bool whole_step() const override { return true; }
+  const char* name() const override { return "attention"; }
   std::vector<int> buffers() const override { return {s_.query, s_.out}; }
   void run(Team& team, const Frame& frame) const override {
     const Program& program = *frame.program;
@@ -155,6 +161,7 @@ class ScaleSoftcap final : public Instruction {
  public:
   explicit ScaleSoftcap(LogitsSpec spec) : s_(spec) {}
   RowKind rows() const override { return RowKind::logits; }
+  const char* name() const override { return "scale_softcap"; }
   std::vector<int> buffers() const override { return {}; }
   void run(Team& team, const Frame& frame) const override {
     for_rows(team, frame, s_.columns, [&](int64_t row) {

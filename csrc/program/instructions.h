@@ -19,8 +19,8 @@ struct EmbedSpec {
   int out;
 };
 
-// One row's way from the residual stream to a matrix product: gather -> norm -> Hadamard -> floats and / or the form the
-// product wants.
+// One row's way from the residual stream to a matrix product: gather -> norm -> Hadamard -> floats, and / or the form
+// that the product wants.
 struct RowsSpec {
   RowKind rows = RowKind::tokens;
   int source = kNone;          // floats

@@ -23,8 +23,11 @@ class Moe final : public Instruction {
         pair_row_(chosen_.size()),
         begin_(static_cast<size_t>(num_experts_ + 1)) {}
 
+  const char* name() const override { return "moe"; }
   RowKind rows() const override { return s_.rows; }
-  std::vector<int> buffers() const override { return {s_.router, s_.act, s_.pairs_in, s_.inner, s_.pairs_act, s_.pairs_out, s_.out}; }
+  std::vector<int> buffers() const override {
+    return {s_.router, s_.act, s_.pairs_in, s_.inner, s_.pairs_act, s_.pairs_out, s_.out};
+  }
 
   void run(Team& team, const Frame& frame) const override {
     const int64_t pairs = frame.count * s_.top_k;
@@ -111,7 +114,8 @@ class Moe final : public Instruction {
       const int64_t first = begin_[static_cast<size_t>(e)], count = begin_[static_cast<size_t>(e) + 1] - first;
       if (count == 0) continue;
       const PackedLinear* w = weights[static_cast<size_t>(e)];
-      linear_run(team, {{kind, count, k, row_bytes, rows + first * row_bytes}, w, out + first * w->n, w->n, false, s_.gate});
+      const Activation x{kind, count, k, row_bytes, rows + first * row_bytes};
+      linear_run(team, {x, w, out + first * w->n, w->n, false, s_.gate});
     }
   }
 

@@ -1,6 +1,7 @@
 #include "program/program.h"
 
 #include <algorithm>
+#include <chrono>
 #include <stdexcept>
 
 namespace pm {
@@ -71,7 +72,8 @@ void Program::cut_segments() {
     }
   }
   for (BufferInfo& buffer : buffers_) {
-    buffer.whole = buffer.first != buffer.last || (buffer.first >= 0 && !segments_[static_cast<size_t>(buffer.first)].tiled);
+    const bool used = buffer.first >= 0;
+    buffer.whole = buffer.first != buffer.last || (used && !segments_[static_cast<size_t>(buffer.first)].tiled);
   }
 }
 
@@ -137,21 +139,38 @@ void Program::run(const ProgramInputs& in) {
   }
   const size_t scratch_bytes = static_cast<size_t>(threads * scratch_floats_) * sizeof(float);
   if (scratch_.size() < scratch_bytes) scratch_ = Buffer(scratch_bytes);
-  parallel([&](Team& team) {
-    for (const Segment& segment : segments_) {
-      const int64_t rows = segment.rows == RowKind::tokens ? in.num_tokens : in.num_logits;
-      const int64_t tiles = segment.tiled ? (rows + tile_rows_ - 1) / tile_rows_ : 1;
-      for (int64_t tile = 0; tile < tiles; ++tile) {
-        const int64_t first = rows * tile / tiles, last = rows * (tile + 1) / tiles;  // even tiles: no small last one
-        if (first == last) continue;
-        const Frame frame{this, &in, first, last - first};
-        for (size_t i = segment.begin; i < segment.end; ++i) {
-          instructions_[i]->run(team, frame);
-          team.barrier();
-        }
+  parallel([&](Team& team) { run_segments(team, in); });
+}
+
+void Program::run_segments(Team& team, const ProgramInputs& in) {
+  using Clock = std::chrono::steady_clock;
+  const bool profiling = !seconds_.empty() && team.rank() == 0;
+  Clock::time_point before = Clock::now();
+  for (const Segment& segment : segments_) {
+    const int64_t rows = segment.rows == RowKind::tokens ? in.num_tokens : in.num_logits;
+    const int64_t tiles = segment.tiled ? (rows + tile_rows_ - 1) / tile_rows_ : 1;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t first = rows * tile / tiles, last = rows * (tile + 1) / tiles;  // even tiles: no small last one
+      if (first == last) continue;
+      const Frame frame{this, &in, first, last - first};
+      for (size_t i = segment.begin; i < segment.end; ++i) {
+        instructions_[i]->run(team, frame);
+        team.barrier();
+        if (!profiling) continue;
+        const Clock::time_point now = Clock::now();
+        seconds_[i] += std::chrono::duration<double>(now - before).count();
+        before = now;
       }
     }
-  });
+  }
+}
+
+void Program::set_profiling(bool on) { seconds_.assign(on ? instructions_.size() : 0, 0.0); }
+
+std::vector<Program::Timing> Program::timings() const {
+  std::vector<Timing> result;
+  for (size_t i = 0; i < seconds_.size(); ++i) result.push_back({instructions_[i]->name(), seconds_[i]});
+  return result;
 }
 
 }  // namespace pm

@@ -59,6 +59,7 @@ struct Frame {
 class Instruction {
  public:
   virtual ~Instruction() = default;
+  virtual const char* name() const = 0;
   // On every rank; rows are shared out by the team. No barrier at the end.
   virtual void run(Team& team, const Frame& frame) const = 0;
   virtual RowKind rows() const { return RowKind::tokens; }
@@ -81,6 +82,14 @@ class Program {
   // Lays out the arena. After it nothing can be appended.
   void finish();
   void run(const ProgramInputs& in);
+
+  // While on, run() adds up what each instruction takes on the calling thread, the wait for the others included.
+  void set_profiling(bool on);
+  struct Timing {
+    const char* name;
+    double seconds;
+  };
+  std::vector<Timing> timings() const;
 
   // The attention layers that this step's tables must fit, one for each plan.
   template <class F>
@@ -121,6 +130,7 @@ class Program {
 
   void cut_segments();
   void place_buffers();
+  void run_segments(Team& team, const ProgramInputs& in);
   int64_t rows_of(const BufferInfo& buffer) const;
 
   int64_t max_tokens_, max_logits_, tile_rows_;
@@ -130,6 +140,7 @@ class Program {
   std::vector<std::unique_ptr<Instruction>> instructions_;
   std::vector<Segment> segments_;
   std::vector<PlanEntry> plans_;
+  std::vector<double> seconds_;  // of each instruction; empty unless profiling
   Buffer arena_, scratch_, partials_;
 };
 

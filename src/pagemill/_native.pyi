@@ -322,6 +322,12 @@ class Program:
     ) -> None:
         """One step; arrays as in kernels.ops.StepInputs, logits float32 [>= L, V]. ValueError for any wild index."""
 
+    def set_profiling(self, on: bool) -> None:
+        """While on, run() adds up what each instruction takes; turning it on sets all to 0."""
+
+    def timings(self) -> list[tuple[str, float]]:
+        """Name and seconds of each instruction, waiting for other threads included; empty unless profiling."""
+
     @property
     def arena_bytes(self) -> int:
         """Memory of all buffers."""
