@@ -59,7 +59,9 @@ class Rows:
             )
             for group in range(self.groups)
         ]
-        self.native = NativeBackend(decoder, specs, kv, max_tokens=MAX_TOKENS, max_logits=MAX_TOKENS)
+        self.native = NativeBackend(
+            decoder, specs, kv, torch.device("cpu"), max_tokens=MAX_TOKENS, max_logits=MAX_TOKENS
+        )
         shape = [(order.numel(), BLOCK, spec.num_kv_heads, spec.head_dim) for spec in decoder.attention_specs]
         self.caches = [KVLayer(torch.zeros(s, dtype=kv), torch.zeros(s, dtype=kv)) for s in shape]
 
