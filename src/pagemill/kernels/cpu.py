@@ -7,6 +7,7 @@ For trying kernels and for tests: a model's step does not come through here but 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
@@ -25,6 +26,9 @@ __all__ = [
 ]
 
 FLOAT32_KV = 1
+
+Kind = Literal["f32", "bf16"]
+Activation = Literal["silu", "gelu_tanh"]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -58,7 +62,7 @@ def linear_bf16(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
     return _linear("bf16", x, matrix, bias)
 
 
-def _linear(kind: str, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _linear(kind: Kind, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     packed = _native.PackedLinear(kind, *matrix.shape, bias=bias is not None)
     packed.write_floats(0, matrix)
     if bias is not None:
@@ -68,17 +72,17 @@ def _linear(kind: str, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor
     return out
 
 
-def gated_linear_f32(x: torch.Tensor, matrix: torch.Tensor, activation: str) -> torch.Tensor:
+def gated_linear_f32(x: torch.Tensor, matrix: torch.Tensor, activation: Activation) -> torch.Tensor:
     """[N, K] -> [N, F], weights kept as float32."""
     return _gated("f32", x, matrix, activation)
 
 
-def gated_linear_bf16(x: torch.Tensor, matrix: torch.Tensor, activation: str) -> torch.Tensor:
+def gated_linear_bf16(x: torch.Tensor, matrix: torch.Tensor, activation: Activation) -> torch.Tensor:
     """[N, K] -> [N, F], weights kept as bfloat16."""
     return _gated("bf16", x, matrix, activation)
 
 
-def _gated(kind: str, x: torch.Tensor, matrix: torch.Tensor, activation: str) -> torch.Tensor:
+def _gated(kind: Kind, x: torch.Tensor, matrix: torch.Tensor, activation: Activation) -> torch.Tensor:
     packed = _native.PackedLinear(kind, *matrix.shape, gated=True)
     packed.write_floats(0, matrix)
     out = torch.empty(x.shape[0], matrix.shape[0] // 2)
