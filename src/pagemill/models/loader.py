@@ -6,6 +6,7 @@ tensor that is and which part of it belongs to this rank is models/tensors.py's;
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,6 +29,8 @@ from pagemill.quant.matrix import Matrix
 from pagemill.quant.method import LinearShape, Target, choose, method
 
 __all__ = ["WeightLoader", "load_model"]
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -58,6 +61,10 @@ def load_model(
         native=native,
         quantization=config.quantization,
     )
+    if native and (
+        target.dtype == torch.float16 or any(checkpoint.tensor(n).type == "F16" for n in checkpoint.names())
+    ):
+        logger.info("float16 weights become bfloat16, which the native kernels multiply with")
     reader = TensorReader(checkpoint, family_of(checkpoint), group)
     decoder = _decoder(reader, model, target, positions)
     reader.finish(tied=model.tie_word_embeddings)
@@ -71,6 +78,7 @@ def _decoder(reader: TensorReader, model: ModelConfig, target: Target, positions
     from pagemill.models.int8 import Int8Loader
     from pagemill.quant.int8_cache import Int8Cache
 
+    logger.info("weights become rotated int8; the result is kept for the next start")
     variant = f"rank {reader.group.rank} of {reader.group.size}, {model}"
     with Int8Cache(cache_dir(), reader.checkpoint.paths, variant) as cache:
         return Int8Loader(reader, model, target, positions, cache).decoder()
