@@ -23,6 +23,8 @@ void check(bool ok, const char* what) {
   if (!ok) throw std::invalid_argument(what);
 }
 
+constexpr int64_t kWorthATeam = 1 << 17;  // logits; fewer are looked through before the others would have begun
+
 void row_extremes(Logits logits, Vec<int64_t> best, Vec<float> highest, Vec<bool> finite) {
   const size_t rows = logits.shape(0);
   const int64_t vocab = static_cast<int64_t>(logits.shape(1));
@@ -32,14 +34,17 @@ void row_extremes(Logits logits, Vec<int64_t> best, Vec<float> highest, Vec<bool
   const float* data = logits.data();
   nb::gil_scoped_release release;
   const SamplingTable& table = pick_sampling();
-  parallel([&](Team& team) {
-    team.for_each(static_cast<int64_t>(rows), [&](int64_t r) {
-      const RowExtremes found = table.extremes(data + r * vocab, vocab);
-      best.data()[r] = found.best;
-      highest.data()[r] = found.highest;
-      finite.data()[r] = found.finite;
-    });
-  });
+  const auto one = [&](int64_t r) {
+    const RowExtremes found = table.extremes(data + r * vocab, vocab);
+    best.data()[r] = found.best;
+    highest.data()[r] = found.highest;
+    finite.data()[r] = found.finite;
+  };
+  if (static_cast<int64_t>(rows) * vocab < kWorthATeam) {
+    for (size_t r = 0; r < rows; ++r) one(static_cast<int64_t>(r));
+    return;
+  }
+  parallel([&](Team& team) { team.for_each(static_cast<int64_t>(rows), one); });
 }
 
 void forbid_tokens(nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> logits,

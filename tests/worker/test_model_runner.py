@@ -139,3 +139,14 @@ def test_warming_up_leaves_no_trace() -> None:
     driver.add("a", PROMPT)
     driver.step({"a": len(PROMPT)})
     assert driver.output("a") == continuation(PROMPT, 1)
+
+
+def test_tokens_go_to_their_requests_when_parts_end_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "MAX_PROMPT_LOGITS", 4)
+    driver = Driver()
+    prompts = {"a": PROMPT, "b": PROMPT[:5], "c": PROMPT[:2]}
+    for name, prompt in prompts.items():
+        driver.add(name, prompt, prompt_logprobs=0 if name == "a" else None, logprobs=0)
+    driver.step({"a": 11, "b": 5, "c": 2})
+    for name, prompt in prompts.items():
+        assert driver.output(name) == continuation(prompt, 1)

@@ -21,7 +21,7 @@ __all__ = ["Backend", "ReferenceBackend"]
 
 
 class Backend(Protocol):
-    """Computes a decoder's steps over KV memory of its own. Called in torch's inference mode."""
+    """Computes a decoder's steps over KV memory of its own."""
 
     name: str
     device: torch.device
@@ -68,11 +68,13 @@ class ReferenceBackend:
             keys, values = (torch.empty(shape, dtype=kv_dtype, device=device) for _ in range(2))
             self._caches.append(KVLayer(keys, values))
 
+    @torch.no_grad()
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """One pass of the decoder."""
         logits: torch.Tensor = self._decoder.forward(ReferenceOps(inputs, self._caches))
         return logits
 
+    @torch.no_grad()
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Layer by layer."""
         for copy in copies:

@@ -42,7 +42,7 @@ class InputBatch:
         self.block_tables: list[Ints] = [np.zeros((max_rows, blocks), np.int32) for _ in range(num_groups)]
         self._row_of: dict[str, int] = {}
         self._free = list(range(max_rows - 1, -1, -1))
-        self._last_ids: list[str] = []
+        self._last_ids: list[str] | None = None
         self._last_rows = np.zeros(0, np.int64)
 
     def __len__(self) -> int:
@@ -63,7 +63,7 @@ class InputBatch:
         self.num_computed_tokens[row] = new.num_computed_tokens
         self.num_blocks[:, row] = 0
         self.append_blocks(row, new.block_ids)
-        self._last_ids = []
+        self._last_ids = None
         return row
 
     def remove(self, request_id: str) -> int | None:
@@ -71,7 +71,7 @@ class InputBatch:
         row = self._row_of.pop(request_id, None)
         if row is not None:
             self._free.append(row)
-            self._last_ids = []
+            self._last_ids = None
         return row
 
     def append_blocks(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
@@ -104,11 +104,13 @@ class InputBatch:
 
         ``logits_rows`` [L]: which of the step's tokens need logits.
         """
+        computed = self.num_computed_tokens[rows].astype(np.int64)
         starts = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(counts, out=starts[1:])
-        computed = self.num_computed_tokens[rows].astype(np.int64)
-        row_of_token = np.repeat(rows, counts)  # [N]
-        positions = np.arange(starts[-1]) + np.repeat(computed - starts[:-1], counts)  # [N]
+        row_of_token, positions = rows, computed  # [N]
+        if starts[-1] > len(rows):
+            row_of_token = np.repeat(rows, counts)
+            positions = np.arange(starts[-1]) + np.repeat(computed - starts[:-1], counts)
         context = computed + counts  # [R]
         block, offset = np.divmod(positions, self.block_size)
         most_blocks = -(-int(context.max()) // self.block_size)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pagemill.core.messages import NewRow, SchedulerOutput, StepResult, TokenLogprobs
 from pagemill.kernels.ops import StepInputs
-from pagemill.sampling.sampler import Sampler
+from pagemill.sampling.sampler import Sampled, Sampler
 from pagemill.sampling.table import RowRequest
 from pagemill.worker.backend import Backend
 from pagemill.worker.input_batch import InputBatch
@@ -35,9 +35,9 @@ class Forward:
     """A forward pass, between ``execute`` and ``sample``."""
 
     rows: Rows  # [R] the plan's rows
-    sampled: list[int] = field(default_factory=list)
-    """Which of them get a token, in the order of the logits."""
-    logits: list[torch.Tensor] = field(default_factory=list)  # parts of [len(sampled), V]
+    sampled: list[Rows] = field(default_factory=list)
+    """Which of them get a token, in the order of the logits; in parts."""
+    logits: list[torch.Tensor] = field(default_factory=list)  # parts of [sampled rows, V]
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     non_finite: set[str] = field(default_factory=set)
     """Requests that already failed on a prompt position."""
@@ -53,48 +53,62 @@ class ModelRunner:
         self._prompt_logprobs: dict[int, int] = {}
         """Row -> candidates wanted for each prompt token."""
 
-    @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> Forward:
         """Bring the rows up to date and run the forward pass."""
         self._update_rows(plan)
         rows = self.batch.rows(plan)
         forward = Forward(rows)
-        remaining = np.array(plan.num_new_tokens, np.int64)
-        while remaining.any():
-            counts = self._part(rows, remaining)
-            remaining -= counts
-            self._forward_part(plan, forward, np.flatnonzero(counts), counts, keep=bool(remaining.any()))
+        counts = np.array(plan.num_new_tokens, np.int64)
+        if self._prompt_logprobs:
+            self._execute_in_parts(plan, forward, counts)
+        elif len(rows):
+            self._forward_part(plan.request_ids, forward, np.arange(len(rows)), counts, keep=False)
         return forward
 
-    @torch.inference_mode()
     def sample(self, plan: SchedulerOutput, mask: NDArray[np.int32] | None, forward: Forward) -> StepResult:
         """Tokens for the rows that are due. ``mask`` int32 [R, ceil(V / 32)], parallel to the plan's requests."""
-        token_ids: list[list[int]] = [[] for _ in plan.request_ids]
-        failed = forward.non_finite
-        result = StepResult(token_ids=token_ids, prompt_logprobs=forward.prompt_logprobs, non_finite=sorted(failed))
+        result = StepResult(
+            token_ids=[], prompt_logprobs=forward.prompt_logprobs, non_finite=sorted(forward.non_finite)
+        )
         if not forward.sampled:
+            result.token_ids = [[] for _ in plan.request_ids]
             return result
-        index = np.array(forward.sampled)
+        index, logits = forward.sampled[0], forward.logits[0]
+        if len(forward.sampled) > 1:
+            index, logits = np.concatenate(forward.sampled), torch.cat(forward.logits)
         rows = forward.rows[index]
-        logits = forward.logits[0] if len(forward.logits) == 1 else torch.cat(forward.logits)
         positions = self.batch.num_tokens[rows].astype(np.int64)
         sampled = self.sampler.sample(logits, rows, positions, None if mask is None else mask[index])
+        if (
+            not result.non_finite
+            and len(forward.sampled) == 1
+            and len(index) == len(plan.request_ids)
+            and not sampled.non_finite.any()
+        ):
+            self.batch.append_tokens(rows, sampled.token_ids)  # the usual step: one token for each request, in order
+            result.token_ids = [[token] for token in sampled.token_ids.tolist()]
+        else:
+            self._keep_good(plan, result, index, rows, sampled)
+        if sampled.logprobs is not None:
+            result.logprobs = [None] * len(plan.request_ids)
+            for i, entry in zip(index.tolist(), sampled.logprobs, strict=True):
+                result.logprobs[i] = [entry] if entry is not None and result.token_ids[i] else None
+        return result
+
+    def _keep_good(self, plan: SchedulerOutput, result: StepResult, index: Rows, rows: Rows, sampled: Sampled) -> None:
+        """Accept the tokens of the requests ``index`` of the plan, but for those that failed."""
+        result.token_ids = [[] for _ in plan.request_ids]
+        failed = set(result.non_finite)
         good = ~sampled.non_finite
         self.batch.append_tokens(rows[good], sampled.token_ids[good])
-        for i, token, ok in zip(forward.sampled, sampled.token_ids.tolist(), good.tolist(), strict=True):
+        for i, token, ok in zip(index.tolist(), sampled.token_ids.tolist(), good.tolist(), strict=True):
             if plan.request_ids[i] in failed:
                 continue
             if ok:
-                token_ids[i].append(token)
+                result.token_ids[i].append(token)
             else:
                 result.non_finite.append(plan.request_ids[i])
-        if sampled.logprobs is not None:
-            result.logprobs = [None] * len(token_ids)
-            for i, entry in zip(forward.sampled, sampled.logprobs, strict=True):
-                result.logprobs[i] = [entry] if entry is not None and token_ids[i] else None
-        return result
 
-    @torch.inference_mode()
     def warm_up(self) -> None:
         """Compute one token in block 0, whose contents nobody has claimed yet, so that first calls pay nothing."""
         tables = [np.zeros((1, 1), np.int32) for _ in self.batch.block_tables]
@@ -142,37 +156,40 @@ class ModelRunner:
 
     # ---- forward ----------------------------------------------------------------------------------------------------
 
-    def _part(self, rows: Rows, remaining: Rows) -> Rows:
-        """How many tokens of each row go into the next forward pass: all, but for long prompts with logprobs."""
-        counts = remaining.copy()
-        if self._prompt_logprobs:
+    def _execute_in_parts(self, plan: SchedulerOutput, forward: Forward, counts: Rows) -> None:
+        """Several forward passes, where some prompts want more log probabilities than memory for logits is planned."""
+        remaining = counts
+        while remaining.any():
+            part = remaining.copy()
             room = MAX_PROMPT_LOGITS
-            for i, row in enumerate(rows.tolist()):
+            for i, row in enumerate(forward.rows.tolist()):
                 if row in self._prompt_logprobs:
-                    counts[i] = min(counts[i], room)
-                    room -= counts[i]
-        return counts
+                    part[i] = min(part[i], room)
+                    room -= part[i]
+            remaining = remaining - part
+            index = np.flatnonzero(part)
+            self._forward_part(plan.request_ids, forward, index, part[index], keep=bool(remaining.any()))
 
-    def _forward_part(
-        self, plan: SchedulerOutput, forward: Forward, index: Rows, all_counts: Rows, *, keep: bool
-    ) -> None:
-        """Run the requests ``index`` of the plan over ``all_counts`` tokens each; ``keep``: another part follows."""
-        batch, rows, counts = self.batch, forward.rows[index], all_counts[index]
+    def _forward_part(self, names: list[str], forward: Forward, index: Rows, counts: Rows, *, keep: bool) -> None:
+        """Run the requests ``index`` of the plan over ``counts`` tokens each; ``keep``: another part follows."""
+        batch, rows = self.batch, forward.rows[index]
         ends = batch.ends(rows, counts)
-        last_token = np.cumsum(counts) - 1
+        last_token = counts.cumsum() - 1
+        due, logits_rows = index, last_token
+        if not ends.all():
+            due, logits_rows = index[ends], last_token[ends]
         prompt_rows = self._prompt_positions(rows, counts)
-        logits_rows = np.concatenate([last_token[ends], *(tokens for _, tokens in prompt_rows)])
-        inputs = batch.build(rows, counts, logits_rows, self.backend.device)
-        logits = self.backend.forward(inputs)
-        num_sampled = int(ends.sum())
-        start = num_sampled
+        if prompt_rows:
+            logits_rows = np.concatenate([logits_rows, *(tokens for _, tokens in prompt_rows)])
+        logits = self.backend.forward(batch.build(rows, counts, logits_rows, self.backend.device))
+        start = len(due)
         for i, tokens in prompt_rows:
-            self._report_prompt(plan.request_ids[index[i]], rows[i], logits[start : start + len(tokens)], forward)
+            self._report_prompt(names[index[i]], rows[i], logits[start : start + len(tokens)], forward)
             start += len(tokens)
         batch.advance(rows, counts)
-        if num_sampled:
-            forward.sampled += index[ends].tolist()
-            forward.logits.append(logits[:num_sampled].clone() if keep else logits[:num_sampled])
+        if len(due):
+            forward.sampled.append(due)
+            forward.logits.append(logits[: len(due)].clone() if keep else logits[: len(due)])
 
     def _prompt_positions(self, rows: Rows, counts: Rows) -> list[tuple[int, Rows]]:
         """(index in rows, step tokens whose logits foretell the next prompt token) where prompt_logprobs is asked."""
