@@ -61,9 +61,8 @@ def load_model(
         native=native,
         quantization=config.quantization,
     )
-    if native and (
-        target.dtype == torch.float16 or any(checkpoint.tensor(n).type == "F16" for n in checkpoint.names())
-    ):
+    halves = any(checkpoint.tensor(name).type == "F16" for name in checkpoint.names())
+    if native and (config.dtype == "float16" or (halves and config.dtype == "auto")):
         logger.info("float16 weights become bfloat16, which the native kernels multiply with")
     reader = TensorReader(checkpoint, family_of(checkpoint), group)
     decoder = _decoder(reader, model, target, positions)
