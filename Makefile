@@ -35,8 +35,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(NATIVE)
 	$(PIP_INSTALL) -e .
 	touch $@
 
+# What tests need beside the package, without building the package again.
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(PIP_INSTALL) -e '.[test]'
+	$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['test'], sep='\n')" > $(VENV)/test.txt
+	$(PIP_INSTALL) -r $(VENV)/test.txt
 	touch $@
 
 clean:
