@@ -25,10 +25,12 @@ from pagemill.errors import ConfigError, MemoryPlanError
 from pagemill.model_config import ModelConfig
 from pagemill.platform import MemoryInfo
 
-__all__ = ["MemoryPlan", "activation_bytes", "kv_specs", "plan_memory"]
+__all__ = ["MAX_PROMPT_LOGITS", "MemoryPlan", "activation_bytes", "kv_specs", "plan_memory"]
 
 RUNTIME_BYTES = 192 << 20
 """Interpreter, PyTorch and what the allocator keeps besides the terms."""
+MAX_PROMPT_LOGITS = 128
+"""Prompt positions whose logits are in memory at once; a longer chunk with prompt_logprobs is computed in parts."""
 MIN_MODEL_LEN = 64
 """Less context than this is not worth starting for (or the model's own length, or the one asked for)."""
 
@@ -76,7 +78,7 @@ class MemoryPlan:
             ("budget", self.budget_bytes, "may be used in all"),
             ("weights", self.weight_bytes, ""),
             ("activations", self.activation_bytes, "at the largest step"),
-            ("logits", self.logits_bytes, f"{self.max_num_seqs:,} rows"),
+            ("logits", self.logits_bytes, f"{self.max_num_seqs:,} rows, twice; {MAX_PROMPT_LOGITS} prompt positions"),
             ("runtime", self.runtime_bytes, "interpreter and libraries"),
             ("KV cache", self.kv_bytes, f"{self.kv_source}; touched as requests fill it"),
         ]
@@ -143,7 +145,8 @@ def plan_memory(
         raise ConfigError(
             f"--max-model-len={wanted} is more than the model's {limit} positions; use at most --max-model-len={limit}"
         )
-    logits_bytes = 2 * 4 * config.max_num_seqs * model.vocab_size  # float32, as computed and as filtered
+    # float32; those of sampled rows as computed and as filtered
+    logits_bytes = 4 * model.vocab_size * (2 * config.max_num_seqs + MAX_PROMPT_LOGITS)
     budget = min(int(config.gpu_memory_utilization * memory.total_bytes), memory.available_bytes)
     left = max(0, budget - weight_bytes - activation_bytes - logits_bytes - RUNTIME_BYTES)
     chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens

@@ -23,7 +23,7 @@ from pagemill.config import EngineConfig, isa_override, validate
 from pagemill.core.kv_cache import KVCacheSpec
 from pagemill.core.messages import SchedulerOutput, StepResult
 from pagemill.errors import ConfigError, EngineError
-from pagemill.memory_plan import MemoryPlan, activation_bytes, kv_specs, plan_memory
+from pagemill.memory_plan import MAX_PROMPT_LOGITS, MemoryPlan, activation_bytes, kv_specs, plan_memory
 from pagemill.model_config import ModelConfig
 from pagemill.models.checkpoint import Checkpoint, open_checkpoint
 from pagemill.models.decoder import Decoder
@@ -34,7 +34,7 @@ from pagemill.sampling.picker import Picker, TorchPicker
 from pagemill.sampling.sampler import Sampler
 from pagemill.worker.backend import ReferenceBackend
 from pagemill.worker.input_batch import InputBatch
-from pagemill.worker.model_runner import MAX_PROMPT_LOGITS, Forward, ModelRunner
+from pagemill.worker.model_runner import Forward, ModelRunner
 
 if TYPE_CHECKING:
     from pagemill.worker.native import NativeBackend

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from pagemill.core.messages import NewRow, SchedulerOutput, StepResult, TokenLogprobs
 from pagemill.kernels.ops import StepInputs
+from pagemill.memory_plan import MAX_PROMPT_LOGITS
 from pagemill.sampling.sampler import Sampled, Sampler
 from pagemill.sampling.table import RowRequest
 from pagemill.worker.backend import Backend
@@ -26,8 +27,6 @@ from pagemill.worker.input_batch import InputBatch
 __all__ = ["Forward", "ModelRunner"]
 
 Rows = NDArray[np.int64]
-MAX_PROMPT_LOGITS = 256
-"""Prompt positions whose logits are in memory at once; a longer chunk with prompt_logprobs is computed in parts."""
 
 
 @dataclass(slots=True)
