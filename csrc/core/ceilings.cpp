@@ -31,8 +31,8 @@ double quickest_s(double seconds, F work) {
   do {
     double begin = 0, finish = 0;
     parallel([&](Team& team) {
-      team.barrier();
       if (team.rank() == 0) begin = now_s();
+      team.barrier();
       work(team);
       team.barrier();
       if (team.rank() == 0) finish = now_s();
@@ -55,8 +55,8 @@ double read_ceiling(const CeilingTable& table, double seconds, int64_t bytes) {
   do {
     parallel([&](Team& team) {
       for (int64_t i = 0; i < pieces; ++i) {
-        team.barrier();
         const double begin = now_s();
+        team.barrier();
         sink += table.read(memory.as<>() + (i * team.size() + team.rank()) * kPiece, kPiece);
         team.barrier();
         if (team.rank() == 0) best[static_cast<size_t>(i)] = std::min(best[static_cast<size_t>(i)], now_s() - begin);

@@ -16,10 +16,9 @@ inline __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n) - 
 // The first n < kLanes lanes; the others read as 0 and are not written.
 inline F32 load_part(const float* p, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
 inline void store_part(float* p, F32 v, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), v); }
-// p[0..8) and p[16..24): see gate_tile in linear/epilogue.h.
-inline F32 load_two_halves(const float* p) {
-  return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(p)), _mm256_loadu_ps(p + 16), 1);
-}
+// The lower eight lanes of both, and the upper eight.
+inline F32 low_halves(F32 a, F32 b) { return _mm512_shuffle_f32x4(a, b, 0x44); }
+inline F32 high_halves(F32 a, F32 b) { return _mm512_shuffle_f32x4(a, b, 0xEE); }
 
 inline F32 splat(float x) { return _mm512_set1_ps(x); }
 inline I32 splat_i32(int32_t x) { return _mm512_set1_epi32(x); }

@@ -22,15 +22,14 @@ inline F32 exp_f32(F32 x) {
   return p * as_f32(shift_left<23>(add(n, splat_i32(127))));
 }
 
-// 1 / (1 + e^-x)
-inline F32 sigmoid_f32(F32 x) { return splat(1.0f) / (splat(1.0f) + exp_f32(zero_f32() - x)); }
+// x / (1 + e^-y): silu where y = x.
+inline F32 times_sigmoid(F32 x, F32 y) { return x / (splat(1.0f) + exp_f32(zero_f32() - y)); }
 
-inline F32 silu_f32(F32 x) { return x * sigmoid_f32(x); }
+inline F32 silu_f32(F32 x) { return times_sigmoid(x, x); }
 
 // x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3))
 inline F32 gelu_tanh_f32(F32 x) {
-  const F32 inner = fma(x * x * x, splat(0.044715f), x);
-  return x * sigmoid_f32(inner * splat(1.5957691216f));
+  return times_sigmoid(x, fma(x * x * x, splat(0.044715f), x) * splat(1.5957691216f));
 }
 
 }  // namespace pm::PM_ISA

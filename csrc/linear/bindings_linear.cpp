@@ -181,7 +181,9 @@ double time_linear(const nb::list& copies, int64_t rows, int64_t repeats, bool p
     team.barrier();
     for (int64_t i = 0; i < repeats; ++i) {
       for (size_t c = 0; c < weights.size(); ++c) {
+        // Before the barrier: another rank may be through with all the work before this one has its core back.
         const auto begin = std::chrono::steady_clock::now();
+        team.barrier();
         if (prepare) {
           prepare_rows(team, x.data(), w.k, nullptr, act);
           team.barrier();

@@ -7,20 +7,19 @@
 
 namespace pm::PM_ISA {
 
-// Gated columns are 8 gates, then the 8 ups of the same features, and so on, so that every vector width finds a
-// feature's two sums within one tile. Writes act(gate) * up over the row's first columns / 2 floats.
-template <class Act>
-inline void gate_row(float* row, int columns, Act act) {
+// Gated columns are 8 gates, then the 8 ups of the same features, and so on, so that every vector width finds a feature's
+// two sums within one tile. value(c) is the vector of results from column c on; writes act(gate) * up over the first half
+// of the row.
+template <class Value, class Act>
+inline void gate_row(float* row, Value value, Act act) {
 #if defined(PM_ISA_IS_AVX512) || defined(PM_ISA_IS_AVX512BF16)
-  for (int c = 0; c < columns; c += 32) {
-    const F32 gate = load_two_halves(row + c), up = load_two_halves(row + c + 8);
-    store(row + c / 2, act(gate) * up);
+  for (int c = 0; c < kPanel; c += 32) {
+    const F32 first = value(c), second = value(c + 16);
+    store(row + c / 2, act(low_halves(first, second)) * high_halves(first, second));
   }
 #else
-  for (int c = 0; c < columns; c += 16) {
-    for (int i = 0; i < 8; i += kLanes) {
-      store(row + c / 2 + i, act(load(row + c + i)) * load(row + c + 8 + i));
-    }
+  for (int c = 0; c < kPanel; c += 16) {
+    for (int i = 0; i < 8; i += kLanes) store(row + c / 2 + i, act(value(c + i)) * value(c + 8 + i));
   }
 #endif
 }
@@ -43,29 +42,27 @@ inline void store_row(float* out, const float* row, int64_t columns, bool accumu
 // K says how: K::value(sums, row_of_x) without the column's scale; kColumnScale whether there is one.
 template <class K>
 void finish_tile(const LinearArgs& args, float* tile, int64_t first, int rows, int64_t column) {
-  constexpr int columns = kPanel;
   const PackedLinear& w = *args.w;
   const float* scale = w.column_scale.as<float>() + column;
   const float* bias = w.bias_or_null();
   const int64_t out_column = w.gated ? column / 2 : column;
-  const int64_t left = w.n - out_column, wanted = w.gated ? columns / 2 : columns;
+  const int64_t left = w.n - out_column, wanted = w.gated ? kPanel / 2 : kPanel;
   const int64_t out_columns = left < wanted ? left : wanted;
   if (out_columns <= 0) return;
   for (int r = 0; r < rows; ++r) {
     float* row = tile + r * kPanel;
     const K kind(args.x.row(first + r));
-    for (int c = 0; c < columns; c += kLanes) {
+    const auto value = [&](int c) {
       F32 v = kind.value(load(row + c));
       if constexpr (K::kColumnScale) v = v * load(scale + c);
-      if (bias != nullptr) v = v + load(bias + column + c);
-      store(row + c, v);
-    }
-    if (w.gated) {
-      if (args.gate == Gate::silu) {
-        gate_row(row, columns, silu_f32);
-      } else {
-        gate_row(row, columns, gelu_tanh_f32);
-      }
+      return bias != nullptr ? v + load(bias + column + c) : v;
+    };
+    if (!w.gated) {
+      for (int c = 0; c < kPanel; c += kLanes) store(row + c, value(c));
+    } else if (args.gate == Gate::silu) {
+      gate_row(row, value, silu_f32);
+    } else {
+      gate_row(row, value, gelu_tanh_f32);
     }
     store_row(args.out + (first + r) * args.ldo + out_column, row, out_columns, args.accumulate);
   }
