@@ -197,7 +197,8 @@ void check_inputs(const BoundProgram& p, const ProgramInputs& in) {
 
 void run(BoundProgram& p, Vec<const int32_t> token_ids, Vec<const int32_t> positions, Vec<const int32_t> query_start,
          Vec<const int32_t> context_lens, const std::vector<Vec<const int32_t>>& slot_mapping,
-         const std::vector<Mat<const int32_t>>& block_tables, Vec<const int32_t> logits_rows, Mat<float> logits) {
+         const std::vector<Mat<const int32_t>>& block_tables, Vec<const int32_t> logits_rows,
+         nb::ndarray<float, nb::ndim<2>, nb::device::cpu> logits) {
   ProgramInputs in;
   in.num_tokens = static_cast<int64_t>(token_ids.shape(0));
   in.num_requests = static_cast<int>(context_lens.shape(0));
@@ -207,7 +208,9 @@ void run(BoundProgram& p, Vec<const int32_t> token_ids, Vec<const int32_t> posit
   in.query_start = query_start.data();
   in.context_lens = context_lens.data();
   in.logits_rows = logits_rows.data();
+  check(logits.stride(1) == 1, "the logits of a row must lie side by side");
   in.logits = logits.data();
+  in.logits_stride = logits.stride(0);
   check(positions.shape(0) == token_ids.shape(0), "positions and token_ids differ in length");
   check(query_start.shape(0) == context_lens.shape(0) + 1, "query_start needs one entry more than context_lens");
   check(logits.shape(0) >= logits_rows.shape(0), "logits has fewer rows than logits_rows");

@@ -84,8 +84,8 @@ class Linear final : public Instruction {
   void run(Team& team, const Frame& frame) const override {
     const Activation x{s_.kind, frame.count, s_.weight->k, frame.row_bytes(s_.act), frame.row(s_.act, frame.first)};
     const bool logits = s_.out == kNone;
-    float* out = logits ? frame.in->logits + frame.first * s_.weight->n : frame.floats(s_.out, frame.first);
-    const int64_t ldo = logits ? s_.weight->n : frame.row_bytes(s_.out) / 4;
+    float* out = logits ? frame.in->logits + frame.first * frame.in->logits_stride : frame.floats(s_.out, frame.first);
+    const int64_t ldo = logits ? frame.in->logits_stride : frame.row_bytes(s_.out) / 4;
     linear_run(team, {x, s_.weight, out, ldo, s_.accumulate, s_.gate});
   }
 
@@ -165,7 +165,7 @@ class ScaleSoftcap final : public Instruction {
   std::vector<int> buffers() const override { return {}; }
   void run(Team& team, const Frame& frame) const override {
     for_rows(team, frame, s_.columns, [&](int64_t row) {
-      pick_rows().scale_softcap(frame.in->logits + row * s_.columns, s_.columns, s_.scale, s_.softcap);
+      pick_rows().scale_softcap(frame.in->logits + row * frame.in->logits_stride, s_.columns, s_.scale, s_.softcap);
     });
   }
 

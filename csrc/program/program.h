@@ -36,7 +36,8 @@ struct ProgramInputs {
   const int32_t* context_lens = nullptr;  // [num_requests]
   const int32_t* logits_rows = nullptr;   // [num_logits]
   std::vector<GroupInputs> groups;
-  float* logits = nullptr;  // [num_logits][vocabulary]
+  float* logits = nullptr;  // [num_logits][vocabulary], rows logits_stride floats apart
+  int64_t logits_stride = 0;
 };
 
 // Which rows a buffer has, and which an instruction runs over.

@@ -17,10 +17,17 @@ namespace {
 
 template <class T>
 using Vec = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Logits = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+// Rows may lie further apart than they are long; see step_logits in worker/native.py.
+using Logits = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
 
 void check(bool ok, const char* what) {
   if (!ok) throw std::invalid_argument(what);
+}
+
+template <class Array>
+int64_t row_stride(const Array& logits) {
+  check(logits.shape(1) < 2 || logits.stride(1) == 1, "the logits of a row must lie side by side");
+  return logits.shape(0) < 2 ? static_cast<int64_t>(logits.shape(1)) : logits.stride(0);
 }
 
 constexpr int64_t kWorthATeam = 1 << 17;  // logits; fewer are looked through before the others would have begun
@@ -32,10 +39,11 @@ void row_extremes(Logits logits, Vec<int64_t> best, Vec<float> highest, Vec<bool
         "best, highest and finite must be as long as logits has rows");
   check(vocab > 0 && vocab <= int64_t{1} << 27, "logits must have between 1 and 2^27 columns");
   const float* data = logits.data();
+  const int64_t stride = row_stride(logits);
   nb::gil_scoped_release release;
   const SamplingTable& table = pick_sampling();
   const auto one = [&](int64_t r) {
-    const RowExtremes found = table.extremes(data + r * vocab, vocab);
+    const RowExtremes found = table.extremes(data + r * stride, vocab);
     best.data()[r] = found.best;
     highest.data()[r] = found.highest;
     finite.data()[r] = found.finite;
@@ -47,16 +55,16 @@ void row_extremes(Logits logits, Vec<int64_t> best, Vec<float> highest, Vec<bool
   parallel([&](Team& team) { team.for_each(static_cast<int64_t>(rows), one); });
 }
 
-void forbid_tokens(nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> logits,
+void forbid_tokens(nb::ndarray<float, nb::ndim<2>, nb::device::cpu> logits,
                    nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> mask) {
   const int64_t rows = static_cast<int64_t>(logits.shape(0)), vocab = static_cast<int64_t>(logits.shape(1));
-  const int64_t words = static_cast<int64_t>(mask.shape(1));
+  const int64_t words = static_cast<int64_t>(mask.shape(1)), stride = row_stride(logits);
   check(mask.shape(0) == logits.shape(0) && words * 32 >= vocab, "mask must be [rows of logits, ceil(columns / 32)]");
   nb::gil_scoped_release release;
   const SamplingTable& table = pick_sampling();
   parallel([&](Team& team) {
     team.for_each(rows, [&](int64_t r) {
-      table.forbid(logits.data() + r * vocab, vocab, reinterpret_cast<const uint32_t*>(mask.data()) + r * words);
+      table.forbid(logits.data() + r * stride, vocab, reinterpret_cast<const uint32_t*>(mask.data()) + r * words);
     });
   });
 }
@@ -80,6 +88,7 @@ void draw_rows(Logits logits, Vec<const int64_t> index, Vec<const float> tempera
                Vec<int64_t> out) {
   const size_t count = index.shape(0);
   const int64_t rows = static_cast<int64_t>(logits.shape(0)), vocab = static_cast<int64_t>(logits.shape(1));
+  const int64_t stride = row_stride(logits);
   check(temperature.shape(0) == count && top_k.shape(0) == count && top_p.shape(0) == count &&
             min_p.shape(0) == count && seed.shape(0) == count && position.shape(0) == count && out.shape(0) == count,
         "all parameters must be as long as index");
@@ -92,7 +101,7 @@ void draw_rows(Logits logits, Vec<const int64_t> index, Vec<const float> tempera
   parallel([&](Team& team) {
     team.for_each(static_cast<int64_t>(count), [&](int64_t i) {
       static thread_local Scratch scratch;
-      const Draw row{logits.data() + index.data()[i] * vocab, vocab, temperature.data()[i], min_p.data()[i],
+      const Draw row{logits.data() + index.data()[i] * stride, vocab, temperature.data()[i], min_p.data()[i],
                      top_p.data()[i], top_k.data()[i], seed.data()[i], static_cast<uint64_t>(position.data()[i])};
       out.data()[i] = draw(table, row, scratch.of(vocab));
     });
@@ -104,6 +113,7 @@ void row_logprobs(Logits logits, Vec<const int64_t> index, Vec<const int64_t> ch
                   nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> best_value) {
   const size_t count = index.shape(0);
   const int64_t rows = static_cast<int64_t>(logits.shape(0)), vocab = static_cast<int64_t>(logits.shape(1));
+  const int64_t stride = row_stride(logits);
   const int64_t most = static_cast<int64_t>(best.shape(1));
   check(chosen.shape(0) == count && value.shape(0) == count && rank.shape(0) == count && best.shape(0) == count &&
             best_value.shape(0) == count && best_value.shape(1) == best.shape(1),
@@ -119,7 +129,7 @@ void row_logprobs(Logits logits, Vec<const int64_t> index, Vec<const int64_t> ch
     team.for_each(static_cast<int64_t>(count), [&](int64_t i) {
       static thread_local Scratch scratch;
       const ChosenLogprob own =
-          logprobs(table, logits.data() + index.data()[i] * vocab, vocab, chosen.data()[i], most, scratch.of(vocab),
+          logprobs(table, logits.data() + index.data()[i] * stride, vocab, chosen.data()[i], most, scratch.of(vocab),
                    best.data() + i * most, best_value.data() + i * most);
       value.data()[i] = own.value;
       rank.data()[i] = own.rank;
