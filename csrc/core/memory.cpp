@@ -72,4 +72,16 @@ Buffer& Buffer::operator=(Buffer&& other) noexcept {
   return *this;
 }
 
+bool populate(void* start, size_t bytes) {
+#ifdef MADV_POPULATE_WRITE
+  constexpr uintptr_t kPage = 4096;
+  const uintptr_t first = reinterpret_cast<uintptr_t>(start) / kPage * kPage;
+  const uintptr_t last = reinterpret_cast<uintptr_t>(start) + bytes;
+  return madvise(reinterpret_cast<void*>(first), last - first, MADV_POPULATE_WRITE) == 0;
+#else
+  (void)start, (void)bytes;
+  return false;
+#endif
+}
+
 }  // namespace pm

@@ -32,4 +32,8 @@ class Buffer {
   std::shared_ptr<void> owner_;  // of the mapping that data_ lies in; none: from aligned_alloc
 };
 
+// Backs [start, start + bytes) with memory without changing it, also while others write there; false where the system
+// has no such call.
+bool populate(void* start, size_t bytes);
+
 }  // namespace pm

@@ -159,12 +159,23 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>> allocate_bytes(int64_t rows, int64_
   return {memory->as<uint8_t>(), {static_cast<size_t>(rows), static_cast<size_t>(columns)}, owner};
 }
 
+// Has the system back these bytes of an array of allocate_bytes with memory now; what they hold stays. False where it
+// cannot: then they are backed when they are first written, as ever.
+bool back_with_memory(nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> array, int64_t first,
+                      int64_t bytes) {
+  const auto size = static_cast<int64_t>(array.size());
+  check(first >= 0 && bytes >= 0 && first <= size - bytes, "the range is not within the array");
+  nb::gil_scoped_release release;
+  return populate(array.data() + first, static_cast<size_t>(bytes));
+}
+
 }  // namespace
 
 void register_ops(nb::module_& m) {
   using namespace nb::literals;
   m.def("kv_block_bytes", &kv_block_bytes, "kv_type"_a, "block_size"_a, "num_kv_heads"_a, "head_dim"_a);
   m.def("allocate_bytes", &allocate_bytes, "rows"_a, "columns"_a);
+  m.def("back_with_memory", &back_with_memory, "array"_a, "first"_a, "num_bytes"_a);
   m.def("attention", &attention, "query"_a, "cache"_a, "query_start"_a, "context_lens"_a, "block_tables"_a, "out"_a,
         nb::kw_only(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "block_size"_a, "scale"_a, "window"_a = 0,
         "softcap"_a = 0.0f, "kv_type"_a = 0);

@@ -148,6 +148,9 @@ def kv_block_bytes(kv_type: int, block_size: int, num_kv_heads: int, head_dim: i
 def allocate_bytes(rows: int, columns: int) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
     """Zeroed uint8 [rows, columns] on huge pages; untouched pages take no memory."""
 
+def back_with_memory(array: Array, first: int, num_bytes: int) -> bool:
+    """Have the system back these bytes of an array of allocate_bytes now, without changing them; False if it cannot."""
+
 def attention(
     query: Array,
     cache: Array,
