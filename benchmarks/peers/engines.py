@@ -165,7 +165,7 @@ def vllm(python: Path, folder: Path, port: int) -> Peer:
 
 def pagemill(port: int, *options: str) -> Peer:
     """Pagemill itself, served as a user would."""
-    command = [sys.executable, "-m", "pagemill.cli", "serve", "--port", str(port), "--served-model-name", "m", *options]
+    command = [sys.executable, "-m", "pagemill", "serve", "--port", str(port), "--served-model-name", "m", *options]
     return Peer(" ".join(["pagemill", *options]), command)
 
 

@@ -15,12 +15,11 @@ from typing import Any
 from pagemill.cli.arguments import add_config_flags, config_from
 from pagemill.config import EngineConfig
 
-__all__ = ["add_parser", "run"]
+__all__ = ["configure", "run"]
 
 
-def add_parser(subparsers: Any) -> None:
-    """Declare the verb and its three modes."""
-    parser = subparsers.add_parser("bench", help="measure throughput, latency, or a server; JSON out")
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the three modes."""
     modes = parser.add_subparsers(dest="mode", required=True)
     for mode, text, work in (
         ("throughput", "offline output tokens/s of many requests at once", "w1"),
