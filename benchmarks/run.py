@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from pagemill.models.sources import resolve_source
-from pagemill.models.tokenizer import load_tokenizer
 from peers import engines
 
 from pagemill.bench import client, report, workloads
+from pagemill.models.sources import resolve_source
+from pagemill.models.tokenizer import load_tokenizer
 
 COLUMNS = {
     "w1 tok/s": ("w1", "output_tokens_per_s"),
@@ -51,6 +51,8 @@ def peers_for(names: list[str], options: list[str]) -> list[Callable[[int], engi
         for kind in ("Q4_0", "Q8_0", "BF16"):
             file = engines.requantized(binaries, source.path, kind)
             found.append(lambda port, file=file: engines.llama_cpp(binaries, file, port))
+        best = engines.requantized(binaries, source.path, "Q4_0")
+        found.append(lambda port: engines.llama_cpp(binaries, best, port, slots=1))
     if "vllm" in names:
         python = engines.install_vllm()
         folder = engines.hugging_face_folder(source.path)
@@ -78,6 +80,8 @@ def measure(peer: engines.Peer, port: int, works: list[str], repetition: int, en
         asyncio.run(client.run(url, peer.model, short))
         for work in works:
             name, _, rate = work.partition(":")
+            if name in peer.skips:
+                continue
             workload = workloads.build(name, encode, repetition, rate=float(rate or 8))
             results[work] = client.summarize(*asyncio.run(client.run(url, peer.model, workload)))
         results["w5"] = {"seconds": seconds, "peak_rss_mb": peak_rss_mb(process.pid)}

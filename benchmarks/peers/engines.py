@@ -46,6 +46,8 @@ class Peer:
     command: list[str]
     environment: dict[str, str] = field(default_factory=dict)
     model: str = "m"
+    skips: frozenset[str] = frozenset()
+    """Workloads that these settings cannot serve."""
 
 
 def _run(*command: str | Path, cwd: Path | None = None) -> None:
@@ -141,7 +143,9 @@ def llama_cpp(binaries: Path, gguf: Path, port: int, *, slots: int = 16) -> Peer
                "--no-webui"]  # fmt: skip
     if slots > 1:
         command.append("--no-kv-unified")
-    return Peer(f"llama-server {gguf.stem.rsplit('.', 1)[-1]} np {slots}", command)
+    name = f"llama-server {gguf.stem.rsplit('.', 1)[-1]} np {slots}"
+    # 16 slots of 640 tokens are its best for many short requests; they cannot hold W3's prompts, which one slot can.
+    return Peer(name, command, skips=frozenset({"w1", "w4"} if slots == 1 else {"w3"}))
 
 
 def vllm(python: Path, folder: Path, port: int) -> Peer:

@@ -1,7 +1,11 @@
-"""W1 and W3 in OpenVINO GenAI, in its own process and virtual environment: JSON on stdout.
+"""W1 to W3 in OpenVINO GenAI, in its own process and virtual environment: JSON on stdout.
 
-Run with OpenVINO's Python: ``openvino_run.py MODEL_FOLDER WORKLOADS.json``. The workloads file is what
-``dump_workloads`` in openvino.py writes: name -> list of (prompt ids, output tokens) per repetition.
+    python benchmarks/peers/dump_workloads.py workloads.json
+    python -m venv ov && ov/bin/pip install torch==2.13.0 openvino-genai optimum-intel nncf
+    ov/bin/optimum-cli export openvino -m BF16_FOLDER --task text-generation-with-past --weight-format int8 ov_int8
+    ov/bin/python benchmarks/peers/openvino_run.py ov_int8 workloads.json
+
+BF16_FOLDER is what ``hugging_face_folder`` in engines.py makes. A folder that torchvision breaks: uninstall it.
 """
 
 import json
