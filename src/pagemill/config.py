@@ -23,6 +23,8 @@ __all__ = ["EngineConfig", "Flag", "ServerConfig", "cache_dir", "docstrings", "f
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The embedded default; see models/sources.py."""
+TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "phi4_mini_json", "granite", "json")
+REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1", "mistral")
 
 
 def knob(
@@ -96,6 +98,12 @@ class ServerConfig:
     """Keys that clients must send as a bearer token. None: no key is asked for."""
     chat_template: str | None = knob(None)
     """A Jinja file (or the template itself) in place of the model's own."""
+    enable_auto_tool_choice: bool = knob(True)
+    """Let the model choose to call tools; without it their calls stay in the text."""
+    tool_call_parser: str = knob("auto", choices=TOOL_CALL_PARSERS)
+    """How the model writes tool calls. auto: as its chat template says."""
+    reasoning_parser: str = knob("auto", choices=REASONING_PARSERS)
+    """How the model marks what it thinks before it answers. auto: as its chat template says; none: leave it in."""
     max_body_bytes: int = knob(4 * 1024 * 1024, low=1024)
     """Largest request body."""
     max_num_queued_reqs: int = knob(2048, low=1)

@@ -291,3 +291,17 @@ def test_the_embedded_models_template_renders_as_published(embedded_source: Mode
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert ids.count(1) == 3
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ '<' + messages[0]['tool_calls'][0]['function']['arguments'] + '>' }}",
+        "<{{ messages[0].tool_calls[0].function.arguments }}>",
+        "<{{ messages[0].tool_calls[0].function.arguments | tojson }}>",
+    ],
+)
+@pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}])
+def test_arguments_are_written_as_json_whichever_form_the_template_wants(source: str, arguments: Any) -> None:
+    calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+    assert render(source, [{"role": "assistant", "tool_calls": calls}]) == '<{"a": 1}>'

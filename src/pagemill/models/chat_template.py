@@ -38,12 +38,13 @@ class ChatTemplate:
         self.source = source
         self._tokens = tokenizer.special_tokens
         self._problem: str | None = None
-        self._loops_over_parts = self._knows_text = False
+        self._loops_over_parts = self._knows_text = self._writes_arguments = False
         environment = TemplateSandbox()
         try:
             with budget():
                 tree = environment.parse(source)
                 self._loops_over_parts, self._knows_text = _content_kinds(tree)
+                self._writes_arguments = _writes_arguments(tree)
                 self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
             self._problem = f"line {error.lineno}: {error.message}"
@@ -106,7 +107,8 @@ class ChatTemplate:
         shaped = dict(message)
         calls = shaped.get("tool_calls")
         if isinstance(calls, list):
-            shaped["tool_calls"] = [_with_object_arguments(call) for call in calls]
+            shape = _with_text_arguments if self._writes_arguments else _with_object_arguments
+            shaped["tool_calls"] = [shape(call) for call in calls]
         content = shaped.get("content")
         if content is None:
             shaped["content"] = None if calls else ""
@@ -143,6 +145,31 @@ def _with_object_arguments(call: Any) -> Any:
     if not isinstance(arguments, dict):
         return call
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _with_text_arguments(call: Any) -> Any:
+    """For templates that write the arguments as they are: JSON, not Python's way of showing an object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
+def _writes_arguments(tree: nodes.Template) -> bool:
+    """Whether a template puts a call's arguments into the text without tojson, items or a test of their type."""
+    parents = {id(child): node for node in _walk(tree) for child in node.iter_child_nodes()}
+    places = [parents.get(id(node)) for node in _walk(tree) if _is_arguments(node)]
+    return bool(places) and all(isinstance(place, nodes.Add | nodes.Concat | nodes.Output) for place in places)
+
+
+def _walk(tree: nodes.Template) -> list[nodes.Node]:
+    return [tree, *tree.find_all(nodes.Node)]
+
+
+def _is_arguments(node: nodes.Node) -> bool:
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "arguments"
+    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "arguments"
 
 
 def _marked(message: dict[str, Any]) -> dict[str, Any]:

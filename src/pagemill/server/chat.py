@@ -1,7 +1,7 @@
 """POST /v1/chat/completions, whole and streamed.
 
 Owns the response's shape: messages, deltas (the role first, then text, then the reason), logprobs. The template is the
-context's business.
+context's business, and finding tool calls and reasoning in the text the parsers'.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,8 +19,10 @@ from pagemill.errors import EngineError, RequestError
 from pagemill.params import CompletionOutput, FinishReason, RequestOutput
 from pagemill.server.body import unless_gone
 from pagemill.server.context import ServerContext, chat_messages, json_response, text_of
-from pagemill.server.generation import Job, Prompt, Usage, outputs, response_id
+from pagemill.server.generation import Job, Prompt, Usage, off_loop, outputs, response_id
 from pagemill.server.logprobs import chat_logprobs, prompt_logprobs
+from pagemill.server.parsers.answer import AnswerParser, Message, delta_fields
+from pagemill.server.parsers.deltas import Delta
 from pagemill.server.protocol import ChatCompletionRequest, ignored_fields
 from pagemill.server.sse import ChunkWriter, EventStream
 
@@ -32,6 +35,10 @@ async def create_chat_completion(context: ServerContext, request: Request) -> Re
     context.check_model(asked.model)
     params = asked.sampling_params(context.defaults)
     text = await context.render_chat(asked)
+    tools = asked.tools if asked.tool_choice != "none" and context.config.enable_auto_tool_choice else None
+    formats = context.formats_for(asked)
+    if formats.needs_special(tools):
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
     token_ids = await context.encode(text, add_special_tokens=bool(asked.add_special_tokens))
     if not token_ids:
         raise RequestError("the messages render to nothing, and the prompt cannot be empty", param="messages")
@@ -46,7 +53,8 @@ async def create_chat_completion(context: ServerContext, request: Request) -> Re
     ignored = ignored_fields(asked)
     if ignored is not None:
         headers["x-pagemill-ignored"] = ignored
-    answer = _Answer(context, asked, job)
+    parsers = [formats.parser(text, tools, parallel=asked.parallel_tool_calls is not False) for _ in range(params.n)]
+    answer = _Answer(context, asked, job, parsers)
     if asked.stream:
         return EventStream(answer.events(), headers)
     return json_response(await unless_gone(request.receive, answer.whole()), headers)
@@ -55,7 +63,11 @@ async def create_chat_completion(context: ServerContext, request: Request) -> Re
 class _Answer:
     """One response in the making."""
 
-    def __init__(self, context: ServerContext, asked: ChatCompletionRequest, job: Job) -> None:
+    def __init__(
+        self, context: ServerContext, asked: ChatCompletionRequest, job: Job, parsers: list[AnswerParser | None]
+    ) -> None:
+        self.parsers = parsers
+        """One for each choice; None where the text is the content."""
         self.context = context
         self.asked = asked
         self.job = job
@@ -78,9 +90,9 @@ class _Answer:
             self.usage.completion_tokens += len(completion.token_ids)
             choice = {
                 "index": completion.index,
-                "message": {"role": self.role, "content": self.echoed + completion.text, "refusal": None},
+                "message": await self._message(completion),
                 "logprobs": self._logprobs(completion),
-                "finish_reason": _reason(completion),
+                "finish_reason": self._reason(completion),
                 "stop_reason": completion.stop_reason,
             }
             if self.asked.return_token_ids:
@@ -99,6 +111,23 @@ class _Answer:
         if self.asked.return_token_ids:
             answer["prompt_token_ids"] = result.prompt_token_ids
         return answer
+
+    async def _message(self, completion: CompletionOutput) -> dict[str, Any]:
+        parser = self.parsers[completion.index]
+        if parser is None:
+            return {"role": self.role, "content": self.echoed + completion.text, "refusal": None}
+        text = completion.text
+        deltas = await off_loop(len(text), lambda: parser.feed(text) + parser.finish())
+        message = Message()
+        message.add(deltas)
+        return message.as_dict(self.role, self.echoed, include_reasoning=self.asked.include_reasoning is not False)
+
+    def _reason(self, completion: CompletionOutput) -> str | None:
+        """A call that was read is the reason, unless the answer was cut."""
+        parser = self.parsers[completion.index]
+        if parser is not None and parser.called and completion.finish_reason is FinishReason.STOP:
+            return "tool_calls"
+        return None if completion.finish_reason is None else completion.finish_reason.value
 
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
         if not self.asked.logprobs:
@@ -124,7 +153,10 @@ class _Answer:
                 for completion in output.outputs:
                     _raise_if_failed(completion)
                     self.usage.completion_tokens += len(completion.token_ids)
-                    if not plain and (completion.text or completion.token_ids):
+                    parser = self.parsers[completion.index]
+                    if parser is not None:
+                        pieces += self._parsed(writer, completion, parser)
+                    elif not plain and (completion.text or completion.token_ids):
                         pieces.append(self._detailed(writer, completion))
                     elif completion.text:
                         pieces.append(writer.text(completion.index, completion.text))
@@ -146,6 +178,32 @@ class _Answer:
             pieces += [writer.text(index, self.echoed) for index in range(self.job.params.n)]
         return pieces
 
+    def _parsed(self, writer: ChunkWriter, completion: CompletionOutput, parser: AnswerParser) -> list[bytes]:
+        """An event for each delta; logprobs and ids go with the first, which is empty where the text is held back."""
+        deltas = parser.feed(completion.text) if completion.text else []
+        if completion.finish_reason is not None:
+            deltas += parser.finish()
+        fields = [each for each in map(self._delta, deltas) if each]
+        detailed = bool(completion.token_ids) and (self.asked.logprobs or self.asked.return_token_ids)
+        if detailed and not fields:
+            fields.append({})
+        pieces = []
+        for at, delta in enumerate(fields):
+            first = detailed and not at
+            pieces.append(
+                writer.choice(
+                    completion.index,
+                    delta,
+                    logprobs=self._logprobs(completion) if first else None,
+                    extra={"token_ids": completion.token_ids} if first and self.asked.return_token_ids else None,
+                    usage=self._running_usage(),
+                )
+            )
+        return pieces
+
+    def _delta(self, delta: Delta) -> dict[str, Any]:
+        return delta_fields(delta, include_reasoning=self.asked.include_reasoning is not False)
+
     def _detailed(self, writer: ChunkWriter, completion: CompletionOutput) -> bytes:
         extra = {"token_ids": completion.token_ids} if self.asked.return_token_ids else None
         return writer.choice(
@@ -160,7 +218,7 @@ class _Answer:
         return writer.choice(
             completion.index,
             {},
-            finish_reason=_reason(completion),
+            finish_reason=self._reason(completion),
             extra={"stop_reason": completion.stop_reason},
             usage=self._running_usage(),
         )
@@ -180,7 +238,3 @@ def _answering_role(asked: ChatCompletionRequest) -> tuple[str, str]:
 def _raise_if_failed(completion: CompletionOutput) -> None:
     if completion.finish_reason is FinishReason.ERROR:
         raise EngineError(completion.error or "the engine failed on this request")
-
-
-def _reason(completion: CompletionOutput) -> str | None:
-    return None if completion.finish_reason is None else completion.finish_reason.value

@@ -19,6 +19,7 @@ from pagemill.params import SamplingParams
 from pagemill.server.body import read_body
 from pagemill.server.engine_port import Engine
 from pagemill.server.generation import Admission, off_loop
+from pagemill.server.parsers.registry import Formats
 from pagemill.server.protocol import ChatCompletionRequest, RequestT, TokenizeRequest, parse
 
 __all__ = ["ServerContext", "chat_messages", "json_response", "text_of"]
@@ -39,6 +40,8 @@ class ServerContext:
         self.admission = Admission(config.max_num_queued_reqs)
         self.model_name = config.served_model_name or engine.model_name
         self.chat_template = engine.chat_template
+        self.formats = Formats.chosen(config, self.chat_template)
+        """How the model writes tool calls and reasoning."""
         self.defaults = _usable(engine.text.default_values())
         """Sampling parameters of requests that do not say."""
         self.draining = False
@@ -82,7 +85,7 @@ class ServerContext:
         def render() -> str:
             return chosen.render(
                 messages,
-                tools=request.tools or None,
+                tools=None if getattr(request, "tool_choice", None) == "none" else request.tools or None,
                 add_generation_prompt=opening,
                 continue_final_message=going_on,
                 **variables,
@@ -93,6 +96,13 @@ class ServerContext:
     def use_template(self, source: str) -> None:
         """Put this Jinja source in place of the model's own template."""
         self.chat_template = self._own_template(source)
+        self.formats = Formats.chosen(self.config, self.chat_template)
+
+    def formats_for(self, request: ChatCompletionRequest) -> Formats:
+        """The formats that fit the request's own template, if it brings one."""
+        if request.chat_template is None:
+            return self.formats
+        return Formats.chosen(self.config, self._own_template(request.chat_template))
 
     def _own_template(self, source: str) -> ChatTemplate:
         return ChatTemplate(source, self.engine.tokenizer)

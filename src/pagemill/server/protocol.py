@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pagemill.errors import RequestError
 from pagemill.params import SamplingParams
 from pagemill.server.errors import from_validation
+from pagemill.server.tools import check_tools
 
 __all__ = [
     "ChatCompletionRequest",
@@ -226,8 +227,10 @@ class ChatCompletionRequest(_Sampling):
     chat_template: str | None = Field(None, max_length=100_000, description="A Jinja template for this request.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the template.")
     documents: list[dict[str, Any]] | None = Field(None, description="Documents for the template.")
-    tools: list[dict[str, Any]] | None = Field(None, description="Tools for the template.")
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = Field(None, description="Functions that the model may call.")
+    tool_choice: str | dict[str, Any] | None = Field(None, description="auto (the default) or none.")
+    parallel_tool_calls: bool | None = Field(None, description="Allow several calls in one answer. Default true.")
+    include_reasoning: bool | None = Field(None, description="Return what the model thought. Default true (vLLM).")
     response_format: ResponseFormat | None = None
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
@@ -239,8 +242,7 @@ class ChatCompletionRequest(_Sampling):
                 "continue_final_message and add_generation_prompt exclude each other; set one of them",
                 param="add_generation_prompt",
             )
-        if self.tool_choice not in (None, "auto", "none"):
-            raise RequestError("tool_choice must be auto or none in this version", param="tool_choice")
+        check_tools(self.tools, self.tool_choice)
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         try:
@@ -286,9 +288,7 @@ def parse(cls: type[RequestT], body: bytes | bytearray) -> RequestT:
 
 
 _HEADER_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
-SILENT = frozenset(
-    {"store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "verbosity"}
-)
+SILENT = frozenset({"store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"})
 """OpenAI's own fields that mean nothing here and that clients send by themselves."""
 
 

@@ -93,12 +93,30 @@ class ChatLogprobs(BaseModel):
     refusal: list[TokenLogprob] | None
 
 
+class CalledFunction(BaseModel):
+    """Which, and with what."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """One call."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(BaseModel):
     """The answer itself."""
 
     role: str
     content: str | None
     refusal: str | None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(BaseModel):

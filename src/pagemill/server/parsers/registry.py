@@ -1,0 +1,71 @@
+"""Formats by name (vLLM's where it has one), and the choice by what a chat template says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pagemill.config import ServerConfig
+from pagemill.models.chat_template import ChatTemplate
+from pagemill.server.parsers.answer import AnswerParser
+from pagemill.server.parsers.calls import CallParser
+from pagemill.server.parsers.formats import ToolFormat
+from pagemill.server.parsers.generic import JSON
+from pagemill.server.parsers.granite import GRANITE
+from pagemill.server.parsers.hermes import HERMES
+from pagemill.server.parsers.llama import LLAMA3
+from pagemill.server.parsers.mistral import MISTRAL
+from pagemill.server.parsers.phi import PHI4_MINI
+from pagemill.server.parsers.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningParser
+
+__all__ = ["TOOL_FORMATS", "Formats"]
+
+TOOL_FORMATS = {
+    "mistral": MISTRAL,
+    "llama3_json": LLAMA3,
+    "phi4_mini_json": PHI4_MINI,
+    "granite": GRANITE,
+    "hermes": HERMES,
+    "json": JSON,
+}
+"""In the order in which a template is asked."""
+
+
+@dataclass(frozen=True)
+class Formats:
+    """How a model writes calls, and how it marks its reasoning, if it does."""
+
+    tools: ToolFormat
+    reasoning: ReasoningFormat | None
+
+    @classmethod
+    def chosen(cls, config: ServerConfig, template: ChatTemplate | None) -> Formats:
+        """By flag, else by the template."""
+        source = "" if template is None else template.source
+        return cls(_tools(config.tool_call_parser, source), _reasoning(config.reasoning_parser, source))
+
+    def needs_special(self, tools: list[dict[str, Any]] | None) -> bool:
+        """Whether special tokens must reach the text to be read."""
+        return bool(tools and self.tools.special) or (self.reasoning is not None and self.reasoning.special)
+
+    def parser(self, prompt: str, tools: list[dict[str, Any]] | None, *, parallel: bool) -> AnswerParser | None:
+        """For one choice; None where the text is the content as it is. ``prompt`` may have opened the reasoning."""
+        if not tools and self.reasoning is None:
+            return None
+        reasoning = None if self.reasoning is None else ReasoningParser(self.reasoning, prompt)
+        calls = CallParser(self.tools, {tool["function"]["name"] for tool in tools}) if tools else None
+        return AnswerParser(reasoning, calls, parallel=parallel)
+
+
+def _tools(name: str, source: str) -> ToolFormat:
+    if name != "auto":
+        return TOOL_FORMATS[name]
+    return next((form for form in TOOL_FORMATS.values() if any(hint in source for hint in form.hints)), JSON)
+
+
+def _reasoning(name: str, source: str) -> ReasoningFormat | None:
+    if name == "none":
+        return None
+    if name != "auto":
+        return REASONING_FORMATS[name]
+    return next((form for form in REASONING_FORMATS.values() if form.open in source and form.close in source), None)
