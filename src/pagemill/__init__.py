@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     from pagemill.config import EngineConfig, ServerConfig
     from pagemill.engine.frontend import AsyncLLM
     from pagemill.engine.offline import LLM
-    from pagemill.params import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
+    from pagemill.params import (
+        CompletionOutput,
+        FinishReason,
+        Logprob,
+        RequestOutput,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
 
     __version__: str
 
@@ -28,6 +35,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "ServerConfig",
+    "StructuredOutputsParams",
     "__version__",
     "errors",
 ]
@@ -42,6 +50,7 @@ _HOMES = {
     "Logprob": "pagemill.params",
     "RequestOutput": "pagemill.params",
     "SamplingParams": "pagemill.params",
+    "StructuredOutputsParams": "pagemill.params",
 }
 
 

@@ -15,7 +15,14 @@ import msgspec
 
 from pagemill.errors import RequestError
 
-__all__ = ["CompletionOutput", "FinishReason", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "CompletionOutput",
+    "FinishReason",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 
 MAX_LOGPROBS = 20
 MAX_N = 128
@@ -29,6 +36,52 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the output must look like: exactly one of json, regex, choice, grammar, json_object. Names are vLLM's."""
+
+    json: str | dict[str, Any] | None = None
+    """A JSON schema, as text or as an object."""
+    regex: str | None = None
+    """A regular expression that the whole output matches (Rust's syntax; no look-around, no back-references)."""
+    choice: tuple[str, ...] | None = None
+    """The output is one of these strings."""
+    grammar: str | None = None
+    """A context-free grammar, in Lark's or GBNF's syntax."""
+    json_object: bool = False
+    """Any JSON object."""
+    llguidance: str | None = None
+    """A grammar in llguidance's own JSON: what the front makes of the others."""
+    disable_any_whitespace: bool = False
+    """No whitespace between the tokens of JSON."""
+    min_tokens: int = 0
+    """The engine's own: ``SamplingParams.min_tokens``, kept only as long as the grammar can go on."""
+
+    def verify(self) -> None:
+        """Raise :class:`RequestError` unless exactly one form is given, of the right type."""
+        types = {"json": str | dict, "regex": str, "choice": tuple | list, "grammar": str, "llguidance": str}
+        given = [name for name in types if getattr(self, name) is not None]
+        for name in given:
+            if not isinstance(getattr(self, name), types[name]):
+                raise RequestError(
+                    f"structured_outputs.{name} has the wrong type {type(getattr(self, name)).__name__}",
+                    param="structured_outputs",
+                )
+        given += ["json_object"] if self.json_object else []
+        if len(given) != 1:
+            raise RequestError(
+                "structured_outputs needs exactly one of json, regex, choice, grammar and json_object; it has "
+                + (", ".join(given) or "none"),
+                param="structured_outputs",
+            )
+        if self.choice is not None and not (
+            self.choice and all(isinstance(each, str) and each for each in self.choice)
+        ):
+            raise RequestError(
+                "structured_outputs.choice must be a list of at least one string, none of them empty",
+                param="structured_outputs",
+            )
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -86,6 +139,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Produce text. Off: token ids only; stop strings need it on."""
     truncate_prompt_tokens: int | None = None
     """Keep only this many of the prompt's last tokens. Nothing is ever cut without it."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """Constrains the output to a JSON schema, a regular expression, a choice or a grammar."""
 
     @classmethod
     def create(cls, **values: Any) -> Self:
@@ -98,6 +153,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 values[name] = tuple(values[name])
             elif values.get(name, 0) is None and name != "allowed_token_ids":
                 values[name] = ()
+        structured = values.get("structured_outputs")
+        if isinstance(structured, dict):
+            values["structured_outputs"] = _structured(structured)
         if values.get("logit_bias", 0) is None:
             values["logit_bias"] = {}
         unknown = sorted(set(values) - set(cls.__struct_fields__))
@@ -122,6 +180,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise RequestError(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}", param="min_tokens"
             )
+        if self.structured_outputs is not None:
+            self.structured_outputs.verify()
+            if self.allowed_token_ids is not None:
+                raise RequestError(
+                    "allowed_token_ids and structured_outputs exclude each other; leave one out",
+                    param="allowed_token_ids",
+                )
         self._verify_collections()
 
     def _verify_collections(self) -> None:
@@ -169,6 +234,19 @@ _FLOAT_BOUNDS: Sequence[tuple[str, float, float, bool]] = (
     ("presence_penalty", -2.0, 2.0, False),
     ("frequency_penalty", -2.0, 2.0, False),
 )
+
+
+def _structured(values: dict[str, Any]) -> StructuredOutputsParams:
+    known = StructuredOutputsParams.__struct_fields__
+    for name in values:
+        if name not in known:
+            raise RequestError(
+                f"structured_outputs has the unknown field {name[:100]!r}; known: {', '.join(known)}",
+                param="structured_outputs",
+            )
+    if isinstance(values.get("choice"), list):
+        values = values | {"choice": tuple(values["choice"])}
+    return StructuredOutputsParams(**{name: value for name, value in values.items() if value is not None})
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

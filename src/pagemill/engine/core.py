@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from pagemill.config import EngineConfig
-from pagemill.core.messages import EngineOutput, SchedulerOutput, StepResult
+from pagemill.core.messages import EngineOutput, EngineRequest, SchedulerOutput, StepResult
 from pagemill.core.scheduler import Scheduler
+from pagemill.engine.grammars import TokenGrammars
 from pagemill.engine.wire import Abort, Add, Call, CallReply, StepOutputs, StepStats, Stop, ToEngine, reported
-from pagemill.errors import PagemillError
+from pagemill.errors import PagemillError, RequestError
 from pagemill.params import FinishReason
 
 __all__ = ["EngineCore", "Grammars", "NoGrammars", "StepExecutor"]
@@ -44,14 +45,33 @@ class StepExecutor(Protocol):
 class Grammars(Protocol):
     """Constrains what may be sampled."""
 
+    def ready(self, request: EngineRequest) -> bool:
+        """Whether a constrained request can start; if not yet, its grammar is being built. RequestError: never."""
+
+    def wait(self) -> None:
+        """Until a grammar may be built, or a few milliseconds."""
+
     def bitmask(self, plan: SchedulerOutput) -> Any:
         """Allowed tokens per row of ``plan``, or None where nothing is constrained."""
+
+    def accept(self, outputs: list[EngineOutput]) -> None:
+        """Take in the tokens that were accepted."""
 
 
 class NoGrammars:
     """Everything may be sampled."""
 
+    def ready(self, request: EngineRequest) -> bool:
+        """Constrained requests are refused."""
+        raise RequestError("this engine has no structured outputs", param="structured_outputs")
+
+    def wait(self) -> None:
+        """Nothing is ever built."""
+
     def bitmask(self, plan: SchedulerOutput) -> None:
+        """No row is constrained."""
+
+    def accept(self, outputs: list[EngineOutput]) -> None:
         """No row is constrained."""
 
 
@@ -78,6 +98,8 @@ class EngineCore:
         self._grammars: Grammars = grammars or NoGrammars()
         self._pending: StepOutputs | None = None
         self._refused: list[EngineOutput] = []
+        self._held: dict[str, EngineRequest] = {}
+        """Requests whose grammar is being built."""
         self._stale = False
         """Requests were aborted since figures were last sent."""
         self._last_step = 0
@@ -101,23 +123,30 @@ class EngineCore:
             policy=config.scheduling_policy,
             enable_prefix_caching=config.enable_prefix_caching,
         )
-        return cls(scheduler, executor, inbox=inbox, sink=sink)
+        grammars = TokenGrammars(config, executor.model_config)
+        return cls(scheduler, executor, inbox=inbox, sink=sink, grammars=grammars)
 
     def step(self) -> bool:
         """One step; False when there was nothing to compute (and everything produced has been sent)."""
         for message in self._inbox():
             self._handle(message)
+        if self._held:
+            self._release()
         start_s = self._clock()
         plan = self.scheduler.schedule(start_s)
         if plan is None:
             self.flush()
-            return False
+            if not self._held:
+                return False
+            self._grammars.wait()
+            return True
         forward = self.executor.execute(plan)
         self.flush()
         mask = self._grammars.bitmask(plan)
         result = self.executor.sample(plan, mask, forward)
         done_s = self._clock()
         outputs = self.scheduler.update(plan, result, done_s)
+        self._grammars.accept(outputs)
         self._last_step = plan.step
         stats = self._stats(start_s, done_s, plan.total_num_tokens)
         self._pending = StepOutputs(outputs, stats, [row.request_id for row in plan.new_rows])
@@ -142,26 +171,39 @@ class EngineCore:
     def _handle(self, message: ToEngine) -> None:
         if isinstance(message, Add):
             for request in message.requests:
-                try:
-                    self.scheduler.add(request)
-                except PagemillError as error:
-                    self._refused.append(
-                        EngineOutput(
-                            request_id=request.request_id,
-                            new_token_ids=[],
-                            finish_reason=FinishReason.ERROR,
-                            error=str(error),
-                            error_status=error.status,
-                        )
-                    )
+                self._add(request)
         elif isinstance(message, Abort):
             for request_id in message.request_ids:
-                self._stale |= self.scheduler.abort(request_id)
+                self._stale |= self._held.pop(request_id, None) is not None or self.scheduler.abort(request_id)
         elif isinstance(message, Call):
             self._sink(self._call(message))
         else:
             assert isinstance(message, Stop)
             self.stopping = True
+
+    def _add(self, request: EngineRequest) -> None:
+        """Queue a request, or hold it while its grammar is built."""
+        try:
+            if request.params.structured_outputs is not None and not self._grammars.ready(request):
+                self._held[request.request_id] = request
+            else:
+                self.scheduler.add(request)
+        except PagemillError as error:
+            self._refused.append(
+                EngineOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason=FinishReason.ERROR,
+                    error=str(error),
+                    error_status=error.status,
+                )
+            )
+
+    def _release(self) -> None:
+        """Ask again for every request that is held, in order of arrival."""
+        held, self._held = self._held, {}
+        for request in held.values():
+            self._add(request)
 
     def _call(self, message: Call) -> CallReply:
         """An admin operation: one of the core's own, else the executor's."""
@@ -184,7 +226,7 @@ class EngineCore:
             start_s,
             num_tokens,
             now.num_running,
-            now.num_waiting,
+            now.num_waiting + len(self._held),
             now.kv_cache_usage,
             now.prefix_query_tokens_total,
             now.prefix_hit_tokens_total,

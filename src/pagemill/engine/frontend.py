@@ -277,7 +277,7 @@ class AsyncLLM:
                 add_special_tokens=add_special_tokens,
             )
 
-        if len(prompt) > SHORT_PROMPT_CHARS:
+        if len(prompt) > SHORT_PROMPT_CHARS or params.structured_outputs is not None:
             prepared = await asyncio.to_thread(prepare)
             self._check_open(params.n)
         else:

@@ -16,9 +16,10 @@ import msgspec
 
 from pagemill.config import EngineConfig
 from pagemill.core.messages import EngineRequest
+from pagemill.engine.grammar_compiler import compile_grammar
 from pagemill.errors import PromptTooLongError, RequestError
 from pagemill.model_config import ModelConfig
-from pagemill.params import SamplingParams
+from pagemill.params import SamplingParams, StructuredOutputsParams
 
 __all__ = ["InputProcessor", "PreparedRequest", "TextTokens"]
 
@@ -102,6 +103,7 @@ class InputProcessor:
         """Check a request and make the engine's requests of it; :class:`RequestError` says what is wrong."""
         params.verify()
         text = prompt if isinstance(prompt, str) else None
+        params = self._constrained(params)
         prompt_token_ids = self._prompt_token_ids(prompt, params, add_special_tokens=add_special_tokens)
         self._check_token_ids(params)
         max_tokens = self._max_tokens(len(prompt_token_ids), params)
@@ -195,6 +197,19 @@ class InputProcessor:
                 param="max_tokens",
             )
         return min(wanted, room)
+
+    def _constrained(self, params: SamplingParams) -> SamplingParams:
+        """With the grammar compiled; where it can go on no further the output ends, whatever else was asked for."""
+        if params.structured_outputs is None:
+            return params
+        if not self.eos_token_ids:
+            raise RequestError(
+                "structured outputs need an end-of-text token, and this model's tokenizer names none",
+                param="structured_outputs",
+            )
+        grammar = compile_grammar(params.structured_outputs)
+        structured = StructuredOutputsParams(llguidance=grammar, min_tokens=params.min_tokens)
+        return msgspec.structs.replace(params, structured_outputs=structured, min_tokens=0, ignore_eos=False)
 
     def _stop_by_id(self, params: SamplingParams) -> dict[int, str]:
         """Stop strings that are one special token: skipped in the text, they would never be seen there."""

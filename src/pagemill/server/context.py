@@ -21,6 +21,7 @@ from pagemill.server.engine_port import Engine
 from pagemill.server.generation import Admission, off_loop
 from pagemill.server.parsers.registry import Formats
 from pagemill.server.protocol import ChatCompletionRequest, RequestT, TokenizeRequest, parse
+from pagemill.server.structured import schema_hint, with_hint
 
 __all__ = ["ServerContext", "chat_messages", "json_response", "text_of"]
 
@@ -122,7 +123,9 @@ def _usable(defaults: dict[str, Any]) -> dict[str, Any]:
 
 def chat_messages(request: ChatCompletionRequest | TokenizeRequest) -> list[dict[str, Any]]:
     """Messages as plain data, absent fields absent; the template shapes their content."""
-    return [message.model_dump(exclude_none=True) for message in request.messages or ()]
+    messages = [message.model_dump(exclude_none=True) for message in request.messages or ()]
+    hint = schema_hint(request.response_format) if isinstance(request, ChatCompletionRequest) else None
+    return messages if hint is None else with_hint(messages, hint)
 
 
 def text_of(message: dict[str, Any]) -> str:

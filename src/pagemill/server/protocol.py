@@ -8,13 +8,15 @@ response header, as clients of other servers send many.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from pagemill.errors import RequestError
 from pagemill.params import SamplingParams
 from pagemill.server.errors import from_validation
+from pagemill.server.structured import Model as _Model
+from pagemill.server.structured import ResponseFormat, structured_outputs
 from pagemill.server.tools import check_tools
 
 __all__ = [
@@ -32,12 +34,6 @@ MAX_BEST_OF = 128
 ID_CHARS = r"^[\x21-\x7e]*$"
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-
-
-class _Model(BaseModel):
-    """Strict types; unknown fields are kept in ``model_extra``."""
-
-    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
 
 class StreamOptions(_Model):
@@ -81,6 +77,14 @@ class _Sampling(_Model):
     )
     return_token_ids: bool | None = Field(None, description="Add token ids to the answer (vLLM).")
     user: str | None = None
+    response_format: ResponseFormat | None = Field(None, description="text, json_object or json_schema.")
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="vLLM's: one of json, regex, choice, grammar, json_object."
+    )
+    guided_json: str | dict[str, Any] | None = Field(None, description="A JSON schema (vLLM's older name).")
+    guided_regex: str | None = Field(None, description="A regular expression for the whole output.")
+    guided_choice: list[str] | None = Field(None, description="The output is one of these.")
+    guided_grammar: str | None = Field(None, description="A grammar in Lark's or GBNF's syntax.")
 
     def _params(self, defaults: dict[str, Any], max_tokens: int | None, logprobs: int | None, n: int) -> SamplingParams:
         """Check everything that is the same for both routes."""
@@ -98,6 +102,9 @@ class _Sampling(_Model):
                 values[name] = value
         if self.logit_bias:
             values["logit_bias"] = {_token_key(key): bias for key, bias in self.logit_bias.items()}
+        structured = structured_outputs(self)
+        if structured is not None:
+            values["structured_outputs"] = structured
         return SamplingParams.create(**values, max_tokens=max_tokens, logprobs=logprobs, n=n)
 
     def _refuse_unsupported(self) -> None:
@@ -141,11 +148,6 @@ _PASSED_ON = (
 _NOT_BUILT = frozenset(
     {
         "use_beam_search",
-        "structured_outputs",
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
         "prompt_embeds",
         "logits_processors",
         "audio",
@@ -154,12 +156,6 @@ _NOT_BUILT = frozenset(
     }
 )
 """Parameters of OpenAI or vLLM that change the answer and that Pagemill lacks."""
-
-
-class ResponseFormat(_Model):
-    """Only plain text so far."""
-
-    type: Literal["text"]
 
 
 class CompletionRequest(_Sampling):
@@ -174,7 +170,6 @@ class CompletionRequest(_Sampling):
     best_of: int | None = Field(None, description="Generate this many and return the n most probable.")
     suffix: str | None = Field(None, description="Not supported.")
     add_special_tokens: bool | None = Field(None, description="Add the model's BOS to a text prompt. Default true.")
-    response_format: ResponseFormat | None = None
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         """Check and convert; ``defaults`` are the model's. Raises RequestError."""
@@ -231,7 +226,6 @@ class ChatCompletionRequest(_Sampling):
     tool_choice: str | dict[str, Any] | None = Field(None, description="auto (the default) or none.")
     parallel_tool_calls: bool | None = Field(None, description="Allow several calls in one answer. Default true.")
     include_reasoning: bool | None = Field(None, description="Return what the model thought. Default true (vLLM).")
-    response_format: ResponseFormat | None = None
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         """Check and convert; ``defaults`` are the model's. Raises RequestError."""

@@ -1,0 +1,239 @@
+"""The engine's half of structured output: which tokens each constrained row may take next.
+
+Owns one matcher per constrained row that is running, a side table beside the scheduler's requests. A matcher is a
+function of the grammar and the output tokens alone: it is dropped with its row (end, abort, preemption) and built anew
+when the request resumes. Grammars are built in threads of their own, once per text; a request waits outside the queue
+until its grammar is there. Must not sample or know text: it fills bitmasks, the sampler applies them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagemill.config import EngineConfig
+from pagemill.core.messages import EngineOutput, EngineRequest, NewRow, SchedulerOutput, ending_token_ids
+from pagemill.engine.grammar_compiler import in_background
+from pagemill.errors import RequestError
+from pagemill.model_config import ModelConfig
+from pagemill.params import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+__all__ = ["TokenGrammars"]
+
+BUILD_LIMIT_S = 10.0
+"""For a grammar that the front has checked: the first one also opens the tokenizer."""
+MAX_KEPT = 256
+"""Grammars kept for the next request with the same text."""
+WAIT_S = 0.005
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A constrained row of the worker."""
+
+    matcher: LLMatcher
+    pending: int
+    """Tokens to compute before one is sampled."""
+    num_output_tokens: int
+    min_tokens: int
+    ending: frozenset[int]
+    error: str | None = None
+    """Why no token can be allowed any more."""
+
+
+@dataclass(slots=True, eq=False)
+class _Build:
+    future: Future[LLMatcher]
+    start_s: float
+
+
+class TokenGrammars:
+    """:class:`~pagemill.engine.core.Grammars` by llguidance."""
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
+        self._config = config
+        self._vocab_size = model_config.vocab_size
+        self._eos_token_ids = model_config.eos_token_ids
+        self._builds: OrderedDict[str, _Build] = OrderedDict()
+        self._rows: dict[str, _Row] = {}
+        self._lock = threading.Lock()
+        self._opened: LLTokenizer | None = None
+        self._mask = np.empty((0, 0), np.int32)  # [rows, ceil(V / 32)], reused
+
+    def ready(self, request: EngineRequest) -> bool:
+        """Whether the request's grammar is built; starts that where nobody has."""
+        grammar = _grammar(request.params.structured_outputs)
+        build = self._build(grammar)
+        if not build.future.done():
+            if time.monotonic() - build.start_s > BUILD_LIMIT_S:
+                raise RequestError(
+                    f"the grammar took more than {BUILD_LIMIT_S:g} s to build; make it simpler",
+                    param="structured_outputs",
+                )
+            return False
+        if build.future.exception() is not None:
+            del self._builds[grammar]
+        build.future.result()
+        return True
+
+    def wait(self) -> None:
+        """Until a grammar is built, at most a few milliseconds."""
+        wait([build.future for build in self._builds.values() if not build.future.done()], WAIT_S, "FIRST_COMPLETED")
+
+    def bitmask(self, plan: SchedulerOutput) -> NDArray[np.int32] | None:
+        """Allowed tokens by bit, int32 [rows of the plan, ceil(V / 32)]; all ones where a row is not constrained."""
+        if self._rows:
+            for request_id in (*plan.finished_request_ids, *plan.preempted_request_ids):
+                self._rows.pop(request_id, None)
+        for new in plan.new_rows:
+            if new.params.structured_outputs is not None:
+                self._rows[new.request_id] = self._row(new, new.params.structured_outputs)
+        if not self._rows:
+            return None
+        due: list[tuple[int, _Row]] = []
+        for index, (request_id, count) in enumerate(zip(plan.request_ids, plan.num_new_tokens, strict=True)):
+            row = self._rows.get(request_id)
+            if row is not None:
+                row.pending -= count
+                if row.pending == 0:
+                    due.append((index, row))
+        return self._fill(len(plan.request_ids), due) if due else None
+
+    def accept(self, outputs: list[EngineOutput]) -> None:
+        """Advance the matchers; say of a row that had no token left why."""
+        if not self._rows:
+            return
+        for output in outputs:
+            row = self._rows.get(output.request_id)
+            if row is None:
+                continue
+            if output.finish_reason is not None:
+                if output.error is not None and row.error is not None:
+                    output.error = f"the grammar cannot be followed any further: {row.error}"
+                    output.error_status = RequestError.status
+                del self._rows[output.request_id]
+            elif output.new_token_ids:
+                row.matcher.consume_tokens(output.new_token_ids)
+                row.pending += len(output.new_token_ids)
+                row.num_output_tokens += len(output.new_token_ids)
+
+    def _fill(self, num_rows: int, due: list[tuple[int, _Row]]) -> NDArray[np.int32]:
+        width = (self._vocab_size + 31) // 32
+        if len(self._mask) < num_rows:
+            self._mask = np.empty((num_rows, width), np.int32)
+        mask = self._mask[:num_rows]
+        mask.fill(-1)
+        matchers = [(row.matcher, index) for index, row in due]
+        self._threads.unsafe_compute_mask_ptr(matchers, mask.ctypes.data, width * 4, num_rows)
+        for index, row in due:
+            if row.matcher.is_error():
+                row.error = " ".join(row.matcher.get_error().split())[:300]
+                mask[index] = 0
+            elif row.num_output_tokens < row.min_tokens and not row.matcher.is_stopped():
+                _forbid_where_others_are_left(mask[index], row.ending)
+        return mask
+
+    def _row(self, new: NewRow, structured: StructuredOutputsParams) -> _Row:
+        """A matcher that has seen what the request had produced."""
+        produced = new.token_ids[new.num_prompt_tokens :]
+        matcher = self._build(_grammar(structured)).future.result().deep_copy()
+        if produced:
+            matcher.consume_tokens(produced)
+        return _Row(
+            matcher,
+            len(new.token_ids) - new.num_computed_tokens,
+            len(produced),
+            structured.min_tokens,
+            ending_token_ids(new.params, new.eos_token_ids),
+        )
+
+    def _build(self, grammar: str) -> _Build:
+        build = self._builds.get(grammar)
+        if build is None:
+            build = _Build(in_background(lambda: self._matcher(grammar)), time.monotonic())
+            self._builds[grammar] = build
+            if len(self._builds) > MAX_KEPT:
+                self._builds.popitem(last=False)
+        else:
+            self._builds.move_to_end(grammar)
+        return build
+
+    def _matcher(self, grammar: str) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        with self._lock:  # many may come at once; the first opens the tokenizer
+            tokenizer = self._opened = self._opened or self._open_tokenizer()
+        matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise RequestError(
+                f"structured_outputs: {' '.join(matcher.get_error().split())[:400]}", param="structured_outputs"
+            )
+        return matcher
+
+    @cached_property
+    def _threads(self) -> LLExecutor:
+        from llguidance import LLExecutor
+
+        return LLExecutor(num_threads=min(len(os.sched_getaffinity(0)), 8))
+
+    def _open_tokenizer(self) -> LLTokenizer:
+        """The model's vocabulary as bytes."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        from pagemill.models.checkpoint import open_checkpoint
+        from pagemill.models.sources import resolve_source
+        from pagemill.models.tokenizer import load_tokenizer
+
+        checkpoint = open_checkpoint(resolve_source(self._config.model, revision=self._config.revision))
+        try:
+            tokenizer = load_tokenizer(checkpoint, self._config.tokenizer)
+        finally:
+            checkpoint.close()
+        size = min(tokenizer.vocab_size, self._vocab_size)
+        eos = sorted(index for index in {*tokenizer.eos_ids, *self._eos_token_ids} if index < size)
+        wrapped = TokenizerWrapper(_Bytes(tokenizer, size, eos[0]))
+        return LLTokenizer(wrapped, n_vocab=self._vocab_size, eos_token=eos)
+
+
+class _Bytes:
+    """A tokenizer in the shape that llguidance takes."""
+
+    def __init__(self, tokenizer: Any, size: int, eos_id: int) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = eos_id
+        self.bos_token_id = tokenizer.bos_id
+        self.tokens = [tokenizer.token_bytes(index) for index in range(size)]
+        self.special_token_ids = sorted({index for index in tokenizer.special_ids if index < size} | {eos_id})
+
+    def __call__(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+
+def _grammar(structured: StructuredOutputsParams | None) -> str:
+    assert structured is not None, "the request is constrained"
+    assert structured.llguidance is not None, "the front compiles every grammar"
+    return structured.llguidance
+
+
+def _forbid_where_others_are_left(mask: NDArray[np.int32], tokens: frozenset[int]) -> None:
+    """Clear bits of one row [ceil(V / 32)], unless nothing would be left."""
+    fewer = mask.copy()
+    bits = fewer.view(np.uint32)
+    for token in tokens:
+        if token // 32 < len(bits):
+            bits[token // 32] &= np.uint32(~(1 << (token % 32)) & 0xFFFFFFFF)
+    if fewer.any():
+        mask[:] = fewer

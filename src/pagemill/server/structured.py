@@ -1,0 +1,108 @@
+"""Structured output as HTTP requests ask for it: OpenAI's response_format and vLLM's structured_outputs and guided_*.
+
+Owns these fields' types and how they become one :class:`StructuredOutputsParams`. A JSON schema is enforced unless it
+says ``strict: false``; that one goes into the prompt and no further. Must not compile: the engine's front does that.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pagemill.errors import RequestError
+from pagemill.params import SamplingParams, StructuredOutputsParams
+
+__all__ = ["JsonSchema", "Model", "ResponseFormat", "schema_hint", "structured_outputs", "with_hint"]
+
+
+class Model(BaseModel):
+    """Strict types; unknown fields are kept in ``model_extra``."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+
+class JsonSchema(Model):
+    """The schema and how it is meant."""
+
+    name: str | None = Field(None, max_length=256)
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = Field(None, description="true and absent: enforced. false: put into the prompt only.")
+
+
+class ResponseFormat(Model):
+    """What the answer looks like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Asked(Protocol):
+    """The fields of a request that constrain its output."""
+
+    response_format: ResponseFormat | None
+    structured_outputs: dict[str, Any] | None
+    guided_json: str | dict[str, Any] | None
+    guided_regex: str | None
+    guided_choice: list[str] | None
+    guided_grammar: str | None
+
+
+def structured_outputs(asked: Asked) -> StructuredOutputsParams | None:
+    """What a request asks for, None where nothing is enforced; RequestError where it asks twice."""
+    found: dict[str, dict[str, Any]] = {}
+    values = _enforced(asked.response_format)
+    if values is not None:
+        found["response_format"] = values
+    if asked.structured_outputs is not None:
+        found["structured_outputs"] = asked.structured_outputs
+    for form in ("json", "regex", "choice", "grammar"):
+        value = getattr(asked, f"guided_{form}")
+        if value is not None:
+            found[f"guided_{form}"] = {form: value}
+    if not found:
+        return None
+    if len(found) > 1:
+        raise RequestError(f"{' and '.join(found)} exclude each other; send one of them", param=list(found)[1])
+    name, values = next(iter(found.items()))
+    try:
+        return SamplingParams.create(structured_outputs=dict(values)).structured_outputs
+    except RequestError as error:
+        raise RequestError(str(error), param=name) from None
+
+
+def _enforced(wanted: ResponseFormat | None) -> dict[str, Any] | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return {"json_object": True}
+    if wanted.json_schema is None:
+        raise RequestError("response_format of type json_schema needs json_schema.schema", param="response_format")
+    if wanted.json_schema.strict is False:
+        return None
+    schema = wanted.json_schema.schema_
+    return {"json_object": True} if schema is None else {"json": schema}
+
+
+def schema_hint(wanted: ResponseFormat | None) -> str | None:
+    """What the prompt says of a schema that is not enforced."""
+    if wanted is None or wanted.json_schema is None or wanted.json_schema.strict is not False:
+        return None
+    schema = json.dumps(wanted.json_schema.schema_ or {"type": "object"}, ensure_ascii=False)
+    return f"Answer with JSON that fits this schema, and nothing else:\n{schema}"
+
+
+def with_hint(messages: list[dict[str, Any]], hint: str) -> list[dict[str, Any]]:
+    """Messages whose last one from the user says ``hint`` too (not every template takes a system message)."""
+    places = [index for index, message in enumerate(messages) if message.get("role") == "user"]
+    if not places:
+        return [*messages, {"role": "user", "content": hint}]
+    message = messages[places[-1]]
+    content = message.get("content")
+    if isinstance(content, list):
+        content = [*content, {"type": "text", "text": hint}]
+    else:
+        content = f"{content}\n\n{hint}" if content else hint
+    return [{**each, "content": content} if each is message else each for each in messages]

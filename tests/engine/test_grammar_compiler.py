@@ -1,0 +1,108 @@
+"""What a caller asks an output to look like is compiled whole, or refused with what cannot be enforced."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pagemill.engine.grammar_compiler import MAX_CHARS, compile_grammar
+from pagemill.errors import RequestError
+from pagemill.params import SamplingParams, StructuredOutputsParams
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"not": {"type": "string"}}, "not"),
+        ({"type": "array", "contains": {}}, "contains"),
+        ({"if": {"type": "string"}, "then": {}}, "if"),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+        ({"type": "object", "properties": {"a": {"type": "string", "format": "shoe-size"}}}, "format: shoe-size"),
+        ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, "oneOf"),
+        ({"type": "string", "pattern": "a(?=b)"}, "look-ahead"),
+        ({"type": "object", "x-guidance": {"lenient": True}, "propertyNames": {"pattern": "a"}}, "propertyNames"),
+        ({"$ref": "http://example.com/schema"}, "example.com"),
+    ],
+)
+def test_a_schema_that_cannot_be_enforced_is_refused_by_its_keyword(schema: dict[str, Any], keyword: str) -> None:
+    with pytest.raises(RequestError, match=keyword):
+        compile_grammar(StructuredOutputsParams(json=schema))
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"regex": "["}, "unclosed"),
+        ({"grammar": "root ::= ("}, "grammar"),
+        ({"json": "{"}, "JSON schema"),
+        ({"json": "3"}, "object"),
+        ({"regex": "a" * (MAX_CHARS + 1)}, str(MAX_CHARS)),
+    ],
+)
+def test_what_is_malformed_or_too_long_is_refused(values: dict[str, Any], word: str) -> None:
+    with pytest.raises(RequestError, match=word) as caught:
+        compile_grammar(StructuredOutputsParams(**values))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"json": {}, "regex": "a"},
+        {"choice": []},
+        {"choice": [1]},
+        {"regex": 3},
+        {"structural_tag": "x"},
+    ],
+)
+def test_exactly_one_form_of_the_right_type_is_taken(values: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="structured_outputs"):
+        SamplingParams.create(structured_outputs=values)
+
+
+def test_allowed_token_ids_and_a_grammar_exclude_each_other() -> None:
+    with pytest.raises(RequestError, match="exclude"):
+        SamplingParams.create(structured_outputs={"regex": "a"}, allowed_token_ids=[1])
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=8,
+)
+KEYWORDS = [
+    *("type", "properties", "items", "prefixItems", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs"),
+    *("required", "pattern", "format", "minLength", "maxLength", "minItems", "maxItems", "multipleOf", "minimum"),
+    *("maximum", "additionalProperties", "patternProperties", "not", "x-guidance"),
+]
+WORDS = st.sampled_from(["object", "array", "string", "integer", "#", "#/$defs/a", "a", "(a*)*", "email", 10**9, 0.1])
+SCHEMAS = st.recursive(
+    WORDS | JSON,
+    lambda inner: st.dictionaries(st.sampled_from([*KEYWORDS, "a"]), inner | st.lists(inner, max_size=3), max_size=4),
+    max_leaves=12,
+)
+REGEXES = st.text("ab().*+?|[]{}1,\\dwb^$-/\n", max_size=24)
+GRAMMARS = st.text('root::= "ab"()*+?|[]{}/%:\n_1~', max_size=40).map(lambda text: "root ::= " + text)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.one_of(
+        SCHEMAS.filter(lambda schema: isinstance(schema, dict)).map(lambda schema: {"json": json.dumps(schema)}),
+        REGEXES.map(lambda text: {"regex": text}),
+        GRAMMARS.map(lambda text: {"grammar": text}),
+    )
+)
+def test_no_input_hangs_or_crashes_the_compiler(values: dict[str, Any]) -> None:
+    cpu_s = time.process_time()
+    with contextlib.suppress(RequestError):
+        compile_grammar(StructuredOutputsParams(**values))
+    assert time.process_time() - cpu_s < 1

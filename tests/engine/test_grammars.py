@@ -1,0 +1,131 @@
+"""Constrained outputs are what was asked for, alone and batched, whatever else a request wants."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagemill import LLM, RequestOutput, SamplingParams
+from pagemill.errors import RequestError
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "tags", "age"],
+    "additionalProperties": False,
+}
+FORMS: list[dict[str, Any]] = [
+    {"json": SCHEMA, "disable_any_whitespace": True},
+    {"regex": r"[ab]{3}-\d{2}"},
+    {"choice": ["yes", "no (not today)", "a.b|c"]},
+    {"grammar": 'root ::= "x" ("+" "x"){1,3}'},
+]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Path) -> Iterator[LLM]:
+    with LLM(tiny_model, dtype="float32", num_threads=1, num_gpu_blocks_override=64, max_num_seqs=8) as running:
+        yield running
+
+
+def params(structured: dict[str, Any], **values: Any) -> SamplingParams:
+    return SamplingParams.create(structured_outputs=structured, **{"max_tokens": 100, "seed": 3, **values})
+
+
+def run(llm: LLM, asked: list[SamplingParams]) -> list[RequestOutput]:
+    prompts = [f"the quick brown fox {index}" for index in range(len(asked))]
+    return llm.generate(prompts, asked, use_tqdm=False)
+
+
+def check(form: dict[str, Any], text: str) -> None:
+    if "json" in form:
+        found = json.loads(text)
+        assert set(found) == {"name", "tags", "age"}
+        assert len(found["name"]) <= 6
+        assert 0 <= found["age"] <= 99
+    elif "regex" in form:
+        assert re.fullmatch("[ab]{3}-[0-9]{2}", text)
+    elif "choice" in form:
+        assert text in form["choice"]
+    else:
+        assert text in ("x+x", "x+x+x", "x+x+x+x")
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: next(iter(form)))
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1.9])
+def test_the_output_is_of_the_form_and_stops_by_itself(llm: LLM, form: dict[str, Any], temperature: float) -> None:
+    (output,) = run(llm, [params(form, temperature=temperature)])
+    check(form, output.outputs[0].text)
+    assert output.outputs[0].finish_reason == "stop"
+
+
+def test_alone_and_batched_give_the_same_bits(llm: LLM) -> None:
+    asked = [params(form, logprobs=2, seed=seed) for seed in range(3) for form in FORMS]
+    asked.insert(5, SamplingParams.create(seed=9, max_tokens=20, logprobs=2))
+    prompts = [f"the quick brown fox {index}" for index in range(len(asked))]
+    batched = llm.generate(prompts, asked, use_tqdm=False)
+    alone = [llm.generate([p], each, use_tqdm=False)[0] for p, each in zip(prompts, asked, strict=True)]
+    for one, other in zip(batched, alone, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert one.outputs[0].logprobs == other.outputs[0].logprobs
+
+
+def test_the_matcher_is_rebuilt_after_a_preemption(tiny_model: Path) -> None:
+    asked = [params({"regex": "(ab|c|d){55}"}, seed=seed, max_tokens=90) for seed in range(6)]
+    options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 6, "block_size": 16}
+    with LLM(tiny_model, num_gpu_blocks_override=64, **options) as wide:
+        expected = [output.outputs[0].text for output in run(wide, asked)]
+    with LLM(tiny_model, num_gpu_blocks_override=16, **options) as tight:
+        found = [output.outputs[0].text for output in run(tight, asked)]
+        assert tight.call("stats").num_preemptions > 0
+        tight.call("check_invariants")
+    assert found == expected
+    assert all(re.fullmatch("(ab|c|d){55}", text) for text in found)
+
+
+def test_it_goes_with_n_logprobs_stop_and_max_tokens(llm: LLM) -> None:
+    choices = {"choice": ["positive", "negative"]}
+    (several,) = run(llm, [params(choices, n=3, logprobs=2)])
+    for completion in several.outputs:
+        assert completion.text in choices["choice"]
+        assert completion.logprobs is not None
+        assert all(entry.logprob >= -9999.0 for position in completion.logprobs for entry in position.values())
+    (stopped,) = run(llm, [params({"regex": "abc{30}"}, stop="bc")])
+    assert (stopped.outputs[0].text, stopped.outputs[0].stop_reason) == ("a", "bc")
+    (cut,) = run(llm, [params({"regex": "a{50}"}, max_tokens=3)])
+    assert (len(cut.outputs[0].token_ids), cut.outputs[0].finish_reason) == (3, "length")
+
+
+def test_the_end_is_allowed_only_where_the_grammar_accepts(llm: LLM) -> None:
+    (output,) = run(llm, [params({"regex": "a{40}"}, logit_bias={llm.tokenizer.eos_ids[0]: 100.0})])
+    assert output.outputs[0].text == "a" * 40
+
+
+def test_min_tokens_holds_until_the_grammar_ends(llm: LLM) -> None:
+    eager = {llm.tokenizer.eos_ids[0]: 100.0}
+    (longer,) = run(llm, [params({"regex": "a{1,40}"}, min_tokens=8, logit_bias=eager)])
+    assert len(longer.outputs[0].token_ids) == 9
+    (ended,) = run(llm, [params({"regex": "ab"}, min_tokens=50, ignore_eos=True)])
+    assert (ended.outputs[0].text, ended.outputs[0].finish_reason) == ("ab", "stop")
+
+
+def test_whitespace_between_tokens_of_json_is_bounded(llm: LLM) -> None:
+    blank = llm.tokenizer.encode(" ", add_special_tokens=False)[0]
+    (output,) = run(llm, [params({"json": SCHEMA}, logit_bias={blank: 100.0}, temperature=0, max_tokens=110)])
+    assert " " * 9 not in output.outputs[0].text
+
+
+def test_a_form_that_cannot_be_enforced_names_the_keyword_and_others_go_on(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="uniqueItems"):
+        run(llm, [params({"json": {"type": "array", "uniqueItems": True}})])
+    (output,) = run(llm, [params(FORMS[2])])
+    check(FORMS[2], output.outputs[0].text)

@@ -1,0 +1,99 @@
+"""response_format and vLLM's structured_outputs over HTTP, by the official client, the engine in its own process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import httpx
+import openai
+import pytest
+from pydantic import BaseModel, ConfigDict
+
+from pagemill.server.structured import ResponseFormat, schema_hint, with_hint
+from tests.models.tiny import tiny_llama
+from tests.server.process import ServeProcess, serve_process
+
+FLAGS = ("--dtype", "float32", "--max-model-len", "128", "--num-gpu-blocks-override", "256", "--num-threads", "1")
+
+
+class Verdict(BaseModel):
+    """What the model is made to say."""
+
+    model_config = ConfigDict(extra="forbid")
+    mood: Literal["good", "bad"]
+    sure: bool
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    folder = tiny_llama(tmp_path_factory.mktemp("tiny"))
+    with serve_process(str(folder), "--served-model-name", "tiny", *FLAGS) as served:
+        yield served
+
+
+@pytest.fixture
+def client(running: ServeProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0, timeout=60) as asking:
+        yield asking
+
+
+def ask(running: ServeProcess, **values: Any) -> httpx.Response:
+    body = {"model": "tiny", "prompt": "the quick", "max_tokens": 40, "seed": 1, **values}
+    return httpx.post(running.url + "/v1/completions", json=body, timeout=60)
+
+
+def test_parse_gives_an_object_of_the_callers_class(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="tiny",
+        messages=[{"role": "user", "content": "hi"}],
+        response_format=Verdict,
+        temperature=0,
+        max_completion_tokens=90,
+    )
+    assert isinstance(answer.choices[0].message.parsed, Verdict)
+    assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("values", "allowed"),
+    [
+        ({"guided_choice": ["positive", "negative"], "logprobs": 2}, {"positive", "negative"}),
+        ({"guided_regex": "[ab]c"}, {"ac", "bc"}),
+        ({"guided_json": {"enum": [1, 2]}}, {"1", "2"}),
+        ({"guided_grammar": 'root ::= "x" | "y"'}, {"x", "y"}),
+        ({"structured_outputs": {"choice": ["p", "q"]}}, {"p", "q"}),
+    ],
+)
+def test_vllms_fields_constrain_the_answer(running: ServeProcess, values: dict[str, Any], allowed: set[str]) -> None:
+    answer = ask(running, **values)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"] in allowed
+
+
+def test_a_streamed_answer_is_the_same(running: ServeProcess, client: openai.OpenAI) -> None:
+    structured = {"structured_outputs": {"regex": "([a-c] ){8}"}}
+    whole = ask(running, **structured).json()["choices"][0]["text"]
+    stream = client.completions.create(
+        model="tiny", prompt="the quick", max_tokens=40, seed=1, stream=True, extra_body=structured
+    )
+    assert "".join(chunk.choices[0].text for chunk in stream) == whole
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_cannot_be_enforced_is_a_400_naming_the_keyword(running: ServeProcess, stream: bool) -> None:
+    schema = {"type": "array", "uniqueItems": True}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    answer = ask(running, response_format=wanted, stream=stream)
+    assert answer.status_code == 400
+    assert "uniqueItems" in answer.json()["error"]["message"]
+
+
+def test_a_schema_that_is_not_strict_goes_into_the_prompt_only(running: ServeProcess) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "strict": False, "schema": {"uniqueItems": True}}}
+    hint = schema_hint(ResponseFormat.model_validate(wanted))
+    assert hint is not None
+    assert '{"uniqueItems": true}' in hint
+    asked = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}]
+    assert with_hint(asked, hint) == [{"role": "user", "content": f"hi\n\n{hint}"}, asked[1]]
+    assert ask(running, response_format=wanted).status_code == 200
