@@ -27,6 +27,9 @@ __all__ = [
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_SEED = 2**64 - 1
+MAX_STRINGS = 1000
+MAX_STRING_CHARS = 65_536
+"""Most stop strings or bad words of a request, and their characters together."""
 
 
 class FinishReason(StrEnum):
@@ -102,7 +105,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_p: float = 0.0
     """Keep tokens at least this fraction as probable as the best one, in [0, 1]."""
     repetition_penalty: float = 1.0
-    """Divides (multiplies, when negative) the logits of tokens in prompt or output; > 0."""
+    """Divides (multiplies, when negative) the logits of tokens in prompt or output; 1e-6 to 1e6."""
     presence_penalty: float = 0.0
     """Subtracted once from the logits of tokens in the output, -2 to 2."""
     frequency_penalty: float = 0.0
@@ -191,6 +194,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def _verify_collections(self) -> None:
         for name in ("stop", "bad_words"):
+            self._check_strings(name, getattr(self, name))
             for text in getattr(self, name):
                 if not isinstance(text, str) or not text:
                     raise RequestError(f"{name} holds {text!r}; each entry must be a non-empty string", param=name)
@@ -206,6 +210,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for token, bias in self.logit_bias.items():
             _check_int("logit_bias", token, 0, 2**31 - 1)
             _check_float("logit_bias", bias, -100.0, 100.0)
+
+    def _check_strings(self, name: str, texts: Sequence[object]) -> None:
+        if len(texts) > MAX_STRINGS:
+            raise RequestError(f"{name} has {len(texts)} entries; the limit is {MAX_STRINGS}", param=name)
+        chars = sum(len(text) for text in texts if isinstance(text, str))
+        if chars > MAX_STRING_CHARS:
+            raise RequestError(f"{name} has {chars} characters in all; the limit is {MAX_STRING_CHARS}", param=name)
 
     @property
     def greedy(self) -> bool:
@@ -230,7 +241,7 @@ _FLOAT_BOUNDS: Sequence[tuple[str, float, float, bool]] = (
     ("temperature", 0.0, math.inf, False),
     ("top_p", 0.0, 1.0, True),
     ("min_p", 0.0, 1.0, False),
-    ("repetition_penalty", 0.0, math.inf, True),
+    ("repetition_penalty", 1e-6, 1e6, False),
     ("presence_penalty", -2.0, 2.0, False),
     ("frequency_penalty", -2.0, 2.0, False),
 )

@@ -117,6 +117,11 @@ async def test_bad_requests_are_refused_at_once_and_the_next_is_served(engine: A
         await engine.submit("", PARAMS, "r")
     with pytest.raises(QueueFullError, match="--max-num-queued-reqs"):
         await engine.submit("x", SamplingParams(n=17), "r")
+    with pytest.raises(RequestError, match="priority=18446744073709551616"):
+        await engine.submit("x", PARAMS, "r", priority=2**64)
+    with pytest.raises(UnicodeEncodeError):
+        await engine.submit("x", PARAMS, "a lone surrogate: \ud800")
+    assert engine.metrics.num_open == 0
     assert await collect(engine, "the fox", PARAMS)
 
 

@@ -17,7 +17,8 @@ from pagemill.server.app import build_app
 from pagemill.server.gate import Gate
 from tests.server.fake_engine import FakeEngine
 
-REQUEST_TIMEOUT_S = 20
+REQUEST_TIMEOUT_S = 600
+"""Only a bound on a hang: on a busy machine a test may stand still for minutes in the middle of a request."""
 
 
 class _Server(uvicorn.Server):
@@ -48,10 +49,18 @@ class Served:
 @asynccontextmanager
 async def serving(engine: FakeEngine, config: ServerConfig | None = None) -> AsyncIterator[Served]:
     """Listen on a free port for the duration of the block."""
-    app = build_app(engine, config or ServerConfig())
+    config = config or ServerConfig()
+    app = build_app(engine, config)
     listener = socket.create_server(("127.0.0.1", 0))
     settings = uvicorn.Config(
-        app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=config.timeout_keep_alive,  # uvicorn's own 5 s would race with the client's 5 s
+        timeout_graceful_shutdown=1,
     )
     server = _Server(settings)
     task = asyncio.create_task(server._serve(sockets=[listener]))

@@ -132,6 +132,8 @@ async def test_an_unforeseen_failure_is_a_500_and_the_next_request_is_served(ser
     answer = await served.http.post(COMPLETIONS, json={"prompt": "a"})
     assert answer.status_code == 500
     assert "inside" not in answer.text
+    assert answer.json()["error"]["type"] == "server_error"
+    assert "connection" not in answer.headers
     served.engine.failure = None
     assert (await served.http.post(COMPLETIONS, json={"prompt": "a"})).status_code == 200
 

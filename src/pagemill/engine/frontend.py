@@ -308,6 +308,9 @@ class AsyncLLM:
                 self._client.add(prepared.requests)
             except EngineDeadError as error:
                 self._output.fail(stream.state, error, time.monotonic())
+            except BaseException:
+                self._output.abort(stream.state, time.monotonic())  # what was never sent must not count as waiting
+                raise
         else:
             self._output.abort(stream.state, time.monotonic(), FinishReason.LENGTH)
         return stream

@@ -24,6 +24,7 @@ from pagemill.params import SamplingParams, StructuredOutputsParams
 __all__ = ["InputProcessor", "PreparedRequest", "TextTokens"]
 
 _SEED_MASK = 2**64 - 1
+MAX_PRIORITY = 2**31 - 1
 
 
 class TextTokens(Protocol):
@@ -102,6 +103,11 @@ class InputProcessor:
     ) -> PreparedRequest:
         """Check a request and make the engine's requests of it; :class:`RequestError` says what is wrong."""
         params.verify()
+        if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            raise RequestError(
+                f"priority={priority} is out of range; it must be between {-MAX_PRIORITY} and {MAX_PRIORITY}",
+                param="priority",
+            )
         text = prompt if isinstance(prompt, str) else None
         params = self._constrained(params)
         prompt_token_ids = self._prompt_token_ids(prompt, params, add_special_tokens=add_special_tokens)

@@ -5,6 +5,7 @@ FastAPI routes and documents; reading bodies and writing streams is done by the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from starlette.responses import Response
 from pagemill.config import ServerConfig
 from pagemill.errors import PagemillError
 from pagemill.server import chat, completions, info, tokenization
+from pagemill.server.body import ClientDisconnect
 from pagemill.server.context import ServerContext
 from pagemill.server.engine_port import Engine
 from pagemill.server.errors import error_response, problem_response
@@ -36,6 +38,8 @@ from pagemill.server.responses import (
 )
 
 __all__ = ["build_app"]
+
+logger = logging.getLogger("pagemill.server")
 
 Handler = Callable[[ServerContext, Request], Awaitable[Response]]
 
@@ -95,7 +99,14 @@ def build_app(engine: Engine, config: ServerConfig) -> Gate:
 
 def _bound(handler: Handler, context: ServerContext) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        return await handler(context, request)
+        try:
+            return await handler(context, request)
+        except (PagemillError, HTTPException, ClientDisconnect):
+            raise
+        except Exception as error:
+            # Answered here: further out Starlette would send its own text and uvicorn would drop the connection.
+            logger.exception("%s %s failed", request.method, request.url.path[:200])
+            return problem_response(error)
 
     return endpoint
 

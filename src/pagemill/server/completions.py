@@ -17,7 +17,7 @@ from pagemill.errors import EngineError, RequestError
 from pagemill.params import CompletionOutput, FinishReason, RequestOutput, SamplingParams
 from pagemill.server.body import unless_gone
 from pagemill.server.context import ServerContext, json_response
-from pagemill.server.generation import Job, Prompt, Usage, outputs, response_id
+from pagemill.server.generation import Job, Prompt, Usage, off_loop, outputs, response_id
 from pagemill.server.logprobs import TokenTexts, completion_logprobs, prompt_logprobs
 from pagemill.server.protocol import CompletionRequest, ignored_fields
 from pagemill.server.sse import ChunkWriter, EventStream
@@ -62,15 +62,21 @@ async def read_prompts(context: ServerContext, asked: CompletionRequest, params:
             param="prompt",
         )
     add_special = True if asked.add_special_tokens is None else asked.add_special_tokens
-    prompts = []
-    for single in singles:
-        if isinstance(single, str):
-            prompt = Prompt(await context.encode(single, add_special_tokens=add_special), single)
-        else:
-            prompt = Prompt(single)
+    tokenizer = context.engine.tokenizer
+
+    def encode_all() -> list[Prompt]:
+        return [
+            Prompt(tokenizer.encode(single, add_special_tokens=add_special), single)
+            if isinstance(single, str)
+            else Prompt(single)
+            for single in singles
+        ]
+
+    chars = sum(len(single) for single in singles if isinstance(single, str))
+    prompts = await off_loop(chars, encode_all)
+    for single, prompt in zip(singles, prompts, strict=True):
         if not prompt.token_ids or single == "":
             raise RequestError("prompt is empty; send text or at least one token id", param="prompt")
-        prompts.append(prompt)
     return prompts
 
 

@@ -30,6 +30,8 @@ logger = logging.getLogger("pagemill.server")
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 """Template variables that are fields of the request."""
+CHARS_OF_A_PART = 64
+"""A message or a part of one costs a template about as much as this much text."""
 
 
 class ServerContext:
@@ -80,7 +82,7 @@ class ServerContext:
             raise RequestError(f"{min(taken)!r} is a field of its own", param="chat_template_kwargs")
         if request.documents is not None:
             variables["documents"] = request.documents
-        chars = sum(len(text_of(message)) for message in messages)
+        chars = sum(CHARS_OF_A_PART * _parts_of(message) + len(text_of(message)) for message in messages)
         chosen = template
 
         def render() -> str:
@@ -119,6 +121,11 @@ def _usable(defaults: dict[str, Any]) -> dict[str, Any]:
     if defaults:
         logger.info("the model's own sampling defaults hold where a request says nothing: %s", defaults)
     return defaults
+
+
+def _parts_of(message: dict[str, Any]) -> int:
+    content = message.get("content")
+    return len(content) if isinstance(content, list) else 1
 
 
 def chat_messages(request: ChatCompletionRequest | TokenizeRequest) -> list[dict[str, Any]]:

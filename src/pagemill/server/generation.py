@@ -22,6 +22,9 @@ __all__ = ["Admission", "Job", "Prompt", "Usage", "off_loop", "outputs", "respon
 INLINE_CHARS = 8192
 """Up to here tokenising costs well under a millisecond; a thread would cost more than it saves."""
 
+MAX_ENTRIES = 1 << 18
+"""Entries of one list parameter times sequences: each sequence sends and checks its own (0.1 s at the limit)."""
+
 T = TypeVar("T")
 
 
@@ -50,6 +53,19 @@ class Job:
     request_id: str
     priority: int = 0
     cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse lists whose copies, one for each sequence, would hold up everybody else."""
+        params = self.params
+        sequences = len(self.prompts) * params.n
+        for name in ("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids"):
+            entries = len(getattr(params, name) or ())
+            if entries * sequences > MAX_ENTRIES:
+                raise RequestError(
+                    f"{name} has {entries} entries for each of {sequences} sequences; the limit is {MAX_ENTRIES} in"
+                    " all; send fewer entries, prompts or a smaller n",
+                    param=name,
+                )
 
 
 class Admission:

@@ -51,7 +51,7 @@ class _Sampling(_Model):
     top_p: float | None = Field(None, description="In (0, 1]. Default 1.")
     top_k: int | None = Field(None, description="Keep the k best; 0 and -1 mean off.")
     min_p: float | None = Field(None, description="In [0, 1]. Default 0.")
-    repetition_penalty: float | None = Field(None, description="More than 0. Default 1.")
+    repetition_penalty: float | None = Field(None, description="1e-6 to 1e6. Default 1.")
     presence_penalty: float | None = Field(None, description="-2 to 2. Default 0.")
     frequency_penalty: float | None = Field(None, description="-2 to 2. Default 0.")
     seed: int | None = Field(None, description="Same seed, same tokens.")
