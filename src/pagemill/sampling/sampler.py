@@ -79,7 +79,7 @@ class Sampler:
         if non_finite.any():
             logits[torch.from_numpy(non_finite).to(logits.device)] = 0.0
         asked = np.flatnonzero(self.table.num_logprobs[rows] >= 0)
-        raw = self._raw(logits, rows, asked, mask is not None)
+        raw = self._raw(logits, rows, asked, mask is not None and len(asked) > 0)
         if self._change(logits, rows, mask):
             tokens, highest, _ = self._picker.best(logits)
             nothing = np.isneginf(highest)  # every token is forbidden
