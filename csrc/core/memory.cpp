@@ -1,5 +1,7 @@
 #include "core/memory.h"
 
+#include <pthread.h>
+#include <sched.h>
 #include <sys/mman.h>
 
 #include <cstdint>
@@ -12,6 +14,7 @@
 namespace pm {
 namespace {
 
+[[maybe_unused]] constexpr uintptr_t kPage = 4096;
 constexpr size_t kHuge = size_t{2} << 20, kRegion = size_t{32} << 20, kSmall = size_t{16} << 10;
 
 // Zeroed memory, 2 MiB-aligned and advised for huge pages; unmapped with its last owner.
@@ -72,15 +75,32 @@ Buffer& Buffer::operator=(Buffer&& other) noexcept {
   return *this;
 }
 
-bool populate(void* start, size_t bytes) {
-#ifdef MADV_POPULATE_WRITE
-  constexpr uintptr_t kPage = 4096;
-  const uintptr_t first = reinterpret_cast<uintptr_t>(start) / kPage * kPage;
-  const uintptr_t last = reinterpret_cast<uintptr_t>(start) + bytes;
-  return madvise(reinterpret_cast<void*>(first), last - first, MADV_POPULATE_WRITE) == 0;
-#else
-  (void)start, (void)bytes;
-  return false;
+PageWarmer::PageWarmer(std::vector<Range> ranges) : ranges_(std::move(ranges)), thread_([this] { run(); }) {}
+
+PageWarmer::~PageWarmer() {
+  stop_ = true;
+#ifdef __linux__
+  const sched_param usual{};
+  pthread_setschedparam(thread_.native_handle(), SCHED_OTHER, &usual);  // it is waited for now
+#endif
+  thread_.join();
+}
+
+void PageWarmer::run() {
+#if defined(__linux__) && defined(MADV_POPULATE_WRITE)
+  const sched_param idle{};
+  pthread_setschedparam(pthread_self(), SCHED_IDLE, &idle);
+  size_t longest = 0;
+  for (const Range& range : ranges_) longest = range.bytes > longest ? range.bytes : longest;
+  for (size_t first = 0; first < longest; first += kHuge) {
+    for (const Range& range : ranges_) {
+      if (stop_) return;
+      if (first >= range.bytes) continue;
+      const size_t piece = range.bytes - first < kHuge ? range.bytes - first : kHuge;
+      const auto start = reinterpret_cast<uintptr_t>(range.start + first), aligned = start / kPage * kPage;
+      if (madvise(reinterpret_cast<void*>(aligned), start + piece - aligned, MADV_POPULATE_WRITE) != 0) return;
+    }
+  }
 #endif
 }
 

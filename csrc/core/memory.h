@@ -1,8 +1,11 @@
 // Memory for packed weights and scratch: aligned to a cache line, on huge pages where it is large.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <memory>
+#include <thread>
+#include <vector>
 
 namespace pm {
 
@@ -32,8 +35,26 @@ class Buffer {
   std::shared_ptr<void> owner_;  // of the mapping that data_ lies in; none: from aligned_alloc
 };
 
-// Backs [start, start + bytes) with memory without changing it, also while others write there; false where the system
-// has no such call.
-bool populate(void* start, size_t bytes);
+// Has the system back memory with pages before it is written, on a thread that gets only time nobody else wants: the
+// first write to a page otherwise waits until one is found and zeroed. What the memory holds stays, also while others
+// write there. Does nothing where the system has no such call.
+class PageWarmer {
+ public:
+  struct Range {
+    std::byte* start;
+    size_t bytes;
+  };
+  // The ranges, which must outlive this, are backed in turn, a piece of each at a time.
+  explicit PageWarmer(std::vector<Range> ranges);
+  ~PageWarmer();  // stops it
+  PageWarmer(const PageWarmer&) = delete;
+  PageWarmer& operator=(const PageWarmer&) = delete;
+
+ private:
+  void run();
+  std::vector<Range> ranges_;
+  std::atomic<bool> stop_{false};
+  std::thread thread_;
+};
 
 }  // namespace pm

@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 
+#include <algorithm>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -159,14 +160,14 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>> allocate_bytes(int64_t rows, int64_
   return {memory->as<uint8_t>(), {static_cast<size_t>(rows), static_cast<size_t>(columns)}, owner};
 }
 
-// Has the system back these bytes of an array of allocate_bytes with memory now; what they hold stays. False where it
-// cannot: then they are backed when they are first written, as ever.
-bool back_with_memory(nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> array, int64_t first,
-                      int64_t bytes) {
-  const auto size = static_cast<int64_t>(array.size());
-  check(first >= 0 && bytes >= 0 && first <= size - bytes, "the range is not within the array");
-  nb::gil_scoped_release release;
-  return populate(array.data() + first, static_cast<size_t>(bytes));
+// The first `bytes` of each array of allocate_bytes.
+std::vector<PageWarmer::Range> warm_ranges(
+    const std::vector<nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>>& arrays, size_t bytes) {
+  std::vector<PageWarmer::Range> ranges;
+  for (const auto& array : arrays) {
+    ranges.push_back({reinterpret_cast<std::byte*>(array.data()), std::min(bytes, array.size())});
+  }
+  return ranges;
 }
 
 }  // namespace
@@ -175,7 +176,11 @@ void register_ops(nb::module_& m) {
   using namespace nb::literals;
   m.def("kv_block_bytes", &kv_block_bytes, "kv_type"_a, "block_size"_a, "num_kv_heads"_a, "head_dim"_a);
   m.def("allocate_bytes", &allocate_bytes, "rows"_a, "columns"_a);
-  m.def("back_with_memory", &back_with_memory, "array"_a, "first"_a, "num_bytes"_a);
+  nb::class_<PageWarmer>(m, "PageWarmer")
+      .def("__init__",
+           [](PageWarmer* self, const std::vector<nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>>& arrays,
+              size_t num_bytes) { new (self) PageWarmer(warm_ranges(arrays, num_bytes)); },
+           "arrays"_a, "num_bytes"_a, nb::keep_alive<1, 2>());
   m.def("attention", &attention, "query"_a, "cache"_a, "query_start"_a, "context_lens"_a, "block_tables"_a, "out"_a,
         nb::kw_only(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "block_size"_a, "scale"_a, "window"_a = 0,
         "softcap"_a = 0.0f, "kv_type"_a = 0);

@@ -148,8 +148,13 @@ def kv_block_bytes(kv_type: int, block_size: int, num_kv_heads: int, head_dim: i
 def allocate_bytes(rows: int, columns: int) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
     """Zeroed uint8 [rows, columns] on huge pages; untouched pages take no memory."""
 
-def back_with_memory(array: Array, first: int, num_bytes: int) -> bool:
-    """Have the system back these bytes of an array of allocate_bytes now, without changing them; False if it cannot."""
+class PageWarmer:
+    """Backs the first ``num_bytes`` of each array of allocate_bytes with memory, in time that nobody else wants.
+
+    It holds on to the list of arrays; it stops when it is done or dropped.
+    """
+
+    def __init__(self, arrays: list[Array], num_bytes: int) -> None: ...
 
 def attention(
     query: Array,

@@ -5,9 +5,6 @@ Owns the native KV cache (opaque bytes, see csrc/ops/attention.h) and the logits
 
 from __future__ import annotations
 
-import contextlib
-import os
-import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,24 +24,8 @@ KV_TYPES = {torch.bfloat16: 0, torch.float32: 1}
 
 
 WARM_BYTES = 512 << 20
-"""KV memory that is backed with real pages ahead of use."""
-WARM_PIECE_BYTES = 4 << 20
-
-
-def warm(caches: Sequence[torch.Tensor], num_bytes: int) -> None:
-    """Back the lowest blocks of all layers, where a new server's requests land, with memory; about ``num_bytes``.
-
-    The first write to a page waits until the system has found and zeroed it, up to 8 % of a first run. Here idle time
-    pays for it: the calling thread asks for time that nobody else wants.
-    """
-    with contextlib.suppress(AttributeError, OSError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    share = min(num_bytes // len(caches), caches[0].numel())
-    for first in range(0, share, WARM_PIECE_BYTES):
-        for cache in caches:
-            piece = min(WARM_PIECE_BYTES, share - first, cache.numel() - first)
-            if piece > 0 and not _native.back_with_memory(cache, first, piece):
-                return
+"""KV memory, in the lowest blocks of all layers where a new server's requests land, that is backed with pages ahead of
+use: first writes took 8 % of a first run."""
 
 
 def step_logits(rows: int, vocab_size: int) -> torch.Tensor:
@@ -105,7 +86,7 @@ class NativeBackend:
         self._max_logits = max_logits
         # Not filled: pages cost nothing until a step writes them.
         self._logits = step_logits(max_logits, decoder.config.vocab_size)
-        threading.Thread(target=warm, args=(self._caches, WARM_BYTES), daemon=True, name="warm KV pages").start()
+        self._warmer = _native.PageWarmer(self._caches, WARM_BYTES // len(self._caches))
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """One pass. The logits lie in a buffer of the backend and hold until the next call."""
