@@ -1,7 +1,7 @@
 """A matrix of a checkpoint on its way into a packed weight.
 
-Owns which rows and columns of which stored tensor a layer takes (experts, head permutations, shards). Reads a few
-megabytes at a time, so that never more than one small piece is in flight.
+Owns which rows and columns of which stored tensor a layer takes (experts, head permutations, shards). Reads a small
+piece at a time, so that never more than one is in flight.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pagemill.models.gguf_blocks import BLOCK_FORMATS, Codes
 
 __all__ = ["Matrix"]
 
-CHUNK_BYTES = 2 << 20
-"""Converted bytes in flight."""
+CHUNK_BYTES = 512 << 10
+"""Converted bytes in flight. Larger pieces make the allocator keep some: 2 MiB held 15 % of a 160 MB model on top."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
