@@ -60,5 +60,6 @@ def test_no_case_is_a_server_error(address: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_no_case_of_many_is_a_server_error(address: str) -> None:
     fuzz(address, MANY)

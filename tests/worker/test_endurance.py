@@ -25,6 +25,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_memory_does_not_grow_over_20000_steps(tmp_path: Path) -> None:
     config = EngineConfig(
         model=str(tiny_llama(tmp_path)), device="cpu", num_threads=1, max_num_seqs=16, num_gpu_blocks_override=12
