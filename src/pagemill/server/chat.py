@@ -23,7 +23,7 @@ from pagemill.server.generation import Job, Prompt, Usage, off_loop, outputs, re
 from pagemill.server.logprobs import chat_logprobs, prompt_logprobs
 from pagemill.server.parsers.answer import AnswerParser, Message, delta_fields
 from pagemill.server.parsers.deltas import Delta
-from pagemill.server.protocol import ChatCompletionRequest, ignored_fields
+from pagemill.server.protocol import ChatCompletionRequest, answer_headers
 from pagemill.server.sse import ChunkWriter, EventStream
 
 __all__ = ["create_chat_completion"]
@@ -49,10 +49,7 @@ async def create_chat_completion(context: ServerContext, request: Request) -> Re
         priority=asked.priority or 0,
         cache_salt=asked.cache_salt,
     )
-    headers = {"x-request-id": job.request_id}
-    ignored = ignored_fields(asked)
-    if ignored is not None:
-        headers["x-pagemill-ignored"] = ignored
+    headers = answer_headers(job.request_id, asked)
     parsers = [formats.parser(text, tools, parallel=asked.parallel_tool_calls is not False) for _ in range(params.n)]
     answer = _Answer(context, asked, job, parsers)
     if asked.stream:

@@ -19,7 +19,7 @@ from pagemill.server.body import unless_gone
 from pagemill.server.context import ServerContext, json_response
 from pagemill.server.generation import Job, Prompt, Usage, off_loop, outputs, response_id
 from pagemill.server.logprobs import TokenTexts, completion_logprobs, prompt_logprobs
-from pagemill.server.protocol import CompletionRequest, ignored_fields
+from pagemill.server.protocol import CompletionRequest, answer_headers
 from pagemill.server.sse import ChunkWriter, EventStream
 
 __all__ = ["create_completion"]
@@ -38,10 +38,7 @@ async def create_completion(context: ServerContext, request: Request) -> Respons
         priority=asked.priority or 0,
         cache_salt=asked.cache_salt,
     )
-    headers = {"x-request-id": job.request_id}
-    ignored = ignored_fields(asked)
-    if ignored is not None:
-        headers["x-pagemill-ignored"] = ignored
+    headers = answer_headers(job.request_id, asked)
     answer = _Answer(context, asked, job)
     if asked.stream:
         return EventStream(answer.events(), headers)

@@ -25,7 +25,7 @@ __all__ = [
     "DetokenizeRequest",
     "StreamOptions",
     "TokenizeRequest",
-    "ignored_fields",
+    "answer_headers",
     "parse",
 ]
 
@@ -286,13 +286,15 @@ SILENT = frozenset({"store", "metadata", "service_tier", "safety_identifier", "p
 """OpenAI's own fields that mean nothing here and that clients send by themselves."""
 
 
-def ignored_fields(request: _Model) -> str | None:
-    """Names of the fields that were sent and are not known, for a response header."""
-    names = [name for name in request.model_extra or {} if name not in SILENT and name not in _NOT_BUILT]
-    if not names:
-        return None
+def answer_headers(request_id: str, asked: _Model) -> dict[str, str]:
+    """The request's id, and the names of the fields that were sent and are not known."""
+    names = [name for name in asked.model_extra or {} if name not in SILENT and name not in _NOT_BUILT]
     shown = (_HEADER_UNSAFE.sub("", name[:64]) for name in names[:16])
-    return ", ".join(filter(None, shown)) or None
+    ignored = ", ".join(filter(None, shown))
+    headers = {"x-request-id": request_id}
+    if ignored:
+        headers["x-pagemill-ignored"] = ignored
+    return headers
 
 
 def _token_key(key: str) -> int:
