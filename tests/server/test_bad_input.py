@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from pagemill.config import ServerConfig
-from pagemill.server.responses import ErrorResponse
+from pagemill.server.answer_schemas import ErrorResponse
 from tests.server.conftest import Served, serving
 from tests.server.fake_engine import FakeEngine
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pagemill.server.responses import ChatCompletionResponse
+from pagemill.server.answer_schemas import ChatCompletionResponse
 from tests.server.conftest import Served, serving
 from tests.server.fake_engine import BOS, OPEN, FakeEngine
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill.server.responses import CompletionResponse
+from pagemill.server.answer_schemas import CompletionResponse
 from tests.server.conftest import Served, serving
 from tests.server.fake_engine import BOS, FakeEngine
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from pagemill.config import ServerConfig
-from pagemill.server.responses import HealthResponse, ModelCard, ModelList, VersionResponse
+from pagemill.server.answer_schemas import HealthResponse, ModelCard, ModelList, VersionResponse
 from tests.server.conftest import Served, serving
 from tests.server.fake_engine import FakeEngine
 

@@ -9,7 +9,7 @@ import pytest
 
 from pagemill.config import ServerConfig
 from pagemill.models.chat_template import ChatTemplate
-from pagemill.server.responses import ChatCompletionResponse
+from pagemill.server.answer_schemas import ChatCompletionResponse
 from tests.server.conftest import Served, serving
 from tests.server.fake_engine import TEMPLATE, FakeEngine
 

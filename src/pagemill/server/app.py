@@ -19,13 +19,7 @@ from starlette.responses import Response
 from pagemill.config import ServerConfig
 from pagemill.errors import PagemillError
 from pagemill.server import chat, completions, info, tokenization
-from pagemill.server.body import ClientDisconnect
-from pagemill.server.context import ServerContext
-from pagemill.server.engine_port import Engine
-from pagemill.server.errors import error_response, problem_response
-from pagemill.server.gate import Gate
-from pagemill.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from pagemill.server.responses import (
+from pagemill.server.answer_schemas import (
     ChatCompletionResponse,
     CompletionResponse,
     DetokenizeResponse,
@@ -36,6 +30,12 @@ from pagemill.server.responses import (
     TokenizeResponse,
     VersionResponse,
 )
+from pagemill.server.body import ClientDisconnect
+from pagemill.server.context import ServerContext
+from pagemill.server.engine_port import Engine
+from pagemill.server.errors import error_response, problem_response
+from pagemill.server.gate import Gate
+from pagemill.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 __all__ = ["build_app"]
 
