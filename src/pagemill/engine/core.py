@@ -101,7 +101,7 @@ class EngineCore:
         self._held: dict[str, EngineRequest] = {}
         """Requests whose grammar is being built."""
         self._stale = False
-        """Requests were aborted since figures were last sent."""
+        """The queues changed since figures were last sent, and no step tells of it."""
         self._last_step = 0
 
     @classmethod
@@ -149,7 +149,8 @@ class EngineCore:
         self._grammars.accept(outputs)
         self._last_step = plan.step
         stats = self._stats(start_s, done_s, plan.total_num_tokens)
-        self._pending = StepOutputs(outputs, stats, [row.request_id for row in plan.new_rows])
+        scheduled = [row.request_id for row in plan.new_rows]
+        self._pending = StepOutputs(outputs, stats, scheduled, plan.preempted_request_ids)
         if not self.executor.asynchronous:
             self.flush()
         return True
@@ -170,8 +171,10 @@ class EngineCore:
 
     def _handle(self, message: ToEngine) -> None:
         if isinstance(message, Add):
+            num_held = len(self._held)
             for request in message.requests:
                 self._add(request)
+            self._stale |= len(self._held) != num_held
         elif isinstance(message, Abort):
             for request_id in message.request_ids:
                 self._stale |= self._held.pop(request_id, None) is not None or self.scheduler.abort(request_id)
@@ -233,4 +236,5 @@ class EngineCore:
             now.num_preemptions_total,
             now.allocated_slots,
             now.filled_slots,
+            len(self._held),
         )

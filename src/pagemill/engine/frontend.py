@@ -188,7 +188,7 @@ class AsyncLLM:
     def _connect(self, client: ProcessClient) -> None:
         self.facts = client.facts
         client.on_outputs = self._on_outputs
-        self.metrics.engine_started(block_size=self.facts.block_size, num_blocks=self.facts.num_blocks)
+        self.metrics.engine_started(self.config, block_size=self.facts.block_size, num_blocks=self.facts.num_blocks)
         self._client = client
 
     @property

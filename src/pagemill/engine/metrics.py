@@ -6,6 +6,7 @@ text is made when someone asks. Must not know HTTP, sockets or the model.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pagemill.config import EngineConfig
 from pagemill.engine.wire import StepStats
 from pagemill.params import FinishReason
 
@@ -34,6 +36,13 @@ _REQUEST = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
+REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens")
+"""The limits that a request may be refused for."""
+CACHE_TIERS = ("device", "host", "p2p", "disk", "external_unspecified")
+"""Where vLLM looks for cached tokens. Here they are in the KV cache itself, which it calls the device's."""
+RATE_SPAN_S = 30.0
+LONGEST_RETRY_S = 60.0
 
 
 class Histogram:
@@ -64,6 +73,34 @@ class Histogram:
         return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
 
 
+class Rate:
+    """Events per second, counted over the last half minute or so: the older, the less."""
+
+    __slots__ = ("_at_s", "_began_s", "_sum")
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self._at_s = self._began_s = -1.0
+
+    def add(self, now_s: float, amount: float) -> None:
+        """So many happened by now."""
+        if self._began_s < 0:
+            self._began_s = now_s
+        self._sum = self._weighed(now_s) + amount
+        self._at_s = now_s
+
+    def per_s(self, now_s: float) -> float:
+        """0 where too little happened to tell."""
+        found = self._weighed(now_s)
+        if found < 1:
+            return 0.0
+        age_s = max(1.0, now_s - self._began_s)
+        return found / (RATE_SPAN_S * (1 - math.exp(-age_s / RATE_SPAN_S)))
+
+    def _weighed(self, now_s: float) -> float:
+        return self._sum * math.exp((self._at_s - now_s) / RATE_SPAN_S)
+
+
 class RequestStats(msgspec.Struct):
     """One finished completion. Times are durations in seconds."""
 
@@ -75,6 +112,9 @@ class RequestStats(msgspec.Struct):
     queued_s: float
     prefill_s: float
     decode_s: float
+    num_computed_prompt_tokens: int = 0
+    """Prompt tokens that were not found in the cache; 0 where it ended before its first token."""
+    num_preemptions: int = 0
 
 
 class RunStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +138,18 @@ def _one_two_five(limit: int) -> list[float]:
     return [float(value) for value in values if value <= limit]
 
 
+def _cache_config(config: EngineConfig, block_size: object, num_blocks: object) -> dict[str, str]:
+    """vLLM's names for how the KV cache is laid out."""
+    return {
+        "block_size": str(block_size),
+        "num_gpu_blocks": str(num_blocks),
+        "num_gpu_blocks_override": str(config.num_gpu_blocks_override),
+        "cache_dtype": config.kv_cache_dtype,
+        "enable_prefix_caching": str(config.enable_prefix_caching),
+        "gpu_memory_utilization": str(config.gpu_memory_utilization),
+    }
+
+
 class Metrics:
     """All counters, gauges and histograms of one engine, from 0 before the first request."""
 
@@ -114,11 +166,17 @@ class Metrics:
         self.preemptions = 0
         self.restarts = 0
         self.steps = 0
-        self.cache_config = {"block_size": "", "num_gpu_blocks": ""}
+        self.cached_prompt_tokens = 0
+        self.corrupted = 0
+        """Completions that ended because their logits were no numbers."""
+        self.rejections = dict.fromkeys(REJECTIONS, 0)
+        self.cache_config = _cache_config(EngineConfig(), "", "")
         self.slots_allocated = 0
         """KV slots held, summed over the steps."""
         self.slots_filled = 0
         self._finished = dict.fromkeys(FinishReason, 0)
+        self._ends = Rate()
+        self._prefills = Rate()
         lengths = _one_two_five(max_model_len)
         self.first_token_s = Histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN)
         self.next_token_s = Histogram("vllm:inter_token_latency_seconds", "One token to the next.", _NEXT_TOKEN)
@@ -138,11 +196,27 @@ class Metrics:
         self.params_n = Histogram("vllm:request_params_n", "Parameter n of a request.", (1, 2, 5, 10, 20))
         self.params_max_tokens = Histogram("vllm:request_params_max_tokens", "Parameter max_tokens.", lengths)
         self.step_tokens = Histogram("vllm:iteration_tokens_total", "Tokens computed in a step.", _STEP_TOKENS)
+        self.computed_prompt = Histogram(
+            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens of a request that no cache had.", lengths
+        )
+        self.request_preemptions = Histogram(
+            "vllm:request_num_preemptions", "How often a request was put back for memory.", _PREEMPTIONS
+        )
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in the running batch; what was aborted since the last step runs no more."""
+        return min(self.last.num_running, self.num_open)
 
     @property
     def num_waiting(self) -> int:
         """Sequences that wait for their first step, known at once and not only after the next one."""
-        return max(0, self.num_open - self.last.num_running)
+        return self.num_open - self.num_running
+
+    @property
+    def num_held(self) -> int:
+        """Of those, sequences that wait for their grammar, not for room."""
+        return min(self.last.num_held, self.num_waiting)
 
     @property
     def slot_utilization(self) -> float:
@@ -162,13 +236,33 @@ class Metrics:
             self.slots_filled += stats.slots_filled
             self.step_tokens.observe(stats.num_tokens)
 
-    def observe_first_token(self, latency_s: float, num_prompt_tokens: int) -> None:
-        """A request's prompt is computed and its first token is there."""
+    def observe_first_token(self, latency_s: float, num_prompt_tokens: int, num_cached: int, now_s: float) -> None:
+        """A request's prompt is computed, or was found in the cache, and its first token is there."""
         self.first_token_s.observe(latency_s)
         self.prompt_tokens += num_prompt_tokens
+        self.cached_prompt_tokens += num_cached
+        self._prefills.add(now_s, num_prompt_tokens)
 
-    def observe_finished(self, stats: RequestStats) -> None:
+    def note_rejection(self, limit: str) -> None:
+        """A request was refused: which of :data:`REJECTIONS` it would have passed."""
+        self.rejections[limit] += 1
+
+    def retry_after_s(self, now_s: float, *, completions: int = 0, prompt_tokens: int = 0) -> float:
+        """When so many completions will have ended and prompt tokens left the queue, at the rates measured last.
+
+        1 s where nothing was measured, a minute at most.
+        """
+        wait_s = 1.0
+        for amount, rate in ((completions, self._ends.per_s(now_s)), (prompt_tokens, self._prefills.per_s(now_s))):
+            if rate:
+                wait_s = max(wait_s, amount / rate)
+        return min(wait_s, LONGEST_RETRY_S)
+
+    def observe_finished(self, stats: RequestStats, now_s: float) -> None:
         """A completion ended, for whatever reason."""
+        self._ends.add(now_s, 1)
+        self.computed_prompt.observe(stats.num_computed_prompt_tokens)
+        self.request_preemptions.observe(stats.num_preemptions)
         self._finished[stats.finish_reason] += 1
         self.e2e_s.observe(stats.e2e_s)
         self.queued_s.observe(stats.queued_s)
@@ -198,10 +292,10 @@ class Metrics:
         """Completions that ended for this reason."""
         return self._finished[reason]
 
-    def engine_started(self, *, block_size: int, num_blocks: int) -> None:
+    def engine_started(self, config: EngineConfig, *, block_size: int, num_blocks: int) -> None:
         """A (new) engine process answers; its counters begin at 0."""
         self.last = StepStats()
-        self.cache_config = {"block_size": str(block_size), "num_gpu_blocks": str(num_blocks)}
+        self.cache_config = _cache_config(config, block_size, num_blocks)
 
     def engine_died(self) -> None:
         """The gauges of a process that is gone are 0."""
@@ -228,17 +322,23 @@ class Metrics:
             counter = CounterMetricFamily(name, about, labels=names)
             counter.add_metric(values, value)
             yield counter
-        success = CounterMetricFamily(
-            "vllm:request_success", "Completions that ended.", labels=[*names, "finished_reason"]
+        for name, about, label, by_label in self._labelled():
+            kind = GaugeMetricFamily if name == "vllm:num_requests_waiting_by_reason" else CounterMetricFamily
+            family = kind(name, about, labels=[*names, label])
+            for text, value in by_label.items():
+                family.add_metric([*values, text], value)
+            yield family
+        rejections = CounterMetricFamily(
+            "vllm:admission_rejections", "Requests refused by a limit of the queue.", labels=["model_name", "reason"]
         )
-        for reason, number in self._finished.items():
-            success.add_metric([*values, reason.value], number)
-        yield success
+        for text, number in self.rejections.items():
+            rejections.add_metric([self.model_name, text], number)
+        yield rejections
         named = [(histogram.name, histogram) for histogram in self._histograms()]
         for name, histogram in [*named, ("vllm:time_per_output_token_seconds", self.next_token_s)]:
-            family = HistogramMetricFamily(name, histogram.help, labels=names)
-            family.add_metric(values, histogram.buckets(), histogram.total)
-            yield family
+            buckets = HistogramMetricFamily(name, histogram.help, labels=names)
+            buckets.add_metric(values, histogram.buckets(), histogram.total)
+            yield buckets
         info = GaugeMetricFamily(
             "vllm:cache_config_info", "How the KV cache is laid out.", labels=[*names, *self.cache_config]
         )
@@ -248,7 +348,7 @@ class Metrics:
     def _gauges(self) -> list[tuple[str, str, float]]:
         last = self.last
         return [
-            ("vllm:num_requests_running", "Requests in the running batch.", last.num_running),
+            ("vllm:num_requests_running", "Requests in the running batch.", self.num_running),
             ("vllm:num_requests_waiting", "Requests waiting for their first step.", self.num_waiting),
             ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", last.kv_usage),
             ("pagemill:kv_slot_utilization", "Share of held KV slots that hold a token.", self.slot_utilization),
@@ -260,9 +360,41 @@ class Metrics:
             ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", self.prefix_hits),
             ("vllm:num_preemptions", "Requests put back into the queue for memory.", self.preemptions),
             ("vllm:prompt_tokens", "Prompt tokens computed or found.", self.prompt_tokens),
+            ("vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache.", self.cached_prompt_tokens),
             ("vllm:generation_tokens", "Tokens generated.", self.generation_tokens),
+            ("vllm:corrupted_requests", "Completions ended because logits were no numbers.", self.corrupted),
             ("pagemill:engine_steps", "Steps of the engine.", self.steps),
             ("pagemill:engine_restarts", "Times the engine process died and was started again.", self.restarts),
+        ]
+
+    def _labelled(self) -> list[tuple[str, str, str, dict[str, float]]]:
+        """Families with one label more: name, help, the label's name, and a figure for each of its values."""
+        cached, held = self.cached_prompt_tokens, self.num_held
+        sources = {
+            "local_compute": self.prompt_tokens - cached,
+            "local_cache_hit": cached,
+            "external_kv_transfer": 0,
+        }
+        return [
+            (
+                "vllm:num_requests_waiting_by_reason",
+                "Requests waiting: for room (capacity), or for their grammar (deferred).",
+                "reason",
+                {"capacity": self.num_waiting - held, "deferred": held},
+            ),
+            ("vllm:prompt_tokens_by_source", "Prompt tokens by where they came from.", "source", dict(sources)),
+            (
+                "vllm:prompt_tokens_cached_by_source",
+                "Cached prompt tokens by the memory they were in.",
+                "source",
+                dict.fromkeys(CACHE_TIERS, 0.0) | {"device": cached},
+            ),
+            (
+                "vllm:request_success",
+                "Completions that ended.",
+                "finished_reason",
+                {reason.value: number for reason, number in self._finished.items()},
+            ),
         ]
 
     def _histograms(self) -> list[Histogram]:

@@ -70,7 +70,7 @@ class LLM:
         self.model_config = facts.model_config
         self.max_model_len = facts.max_model_len
         self.metrics = Metrics(model_name=source.name, max_model_len=facts.max_model_len)
-        self.metrics.engine_started(block_size=facts.block_size, num_blocks=facts.num_blocks)
+        self.metrics.engine_started(config, block_size=facts.block_size, num_blocks=facts.num_blocks)
         self._output = OutputProcessor(Vocabulary(self.text.tokenizer), self.metrics)
         self._input = InputProcessor(
             self.text.tokenizer,

@@ -42,6 +42,7 @@ class CompletionState:
         *("_deferred", "_detokenizer", "_logprobs", "_parts", "_stops", "_token_ids", "_vocabulary"),
         *("cumulative_logprob", "error", "finish_reason", "index", "last_token_s", "num_tokens", "params"),
         *("request", "request_id", "scheduled_s", "stop_reason", "stop_strings_by_id", "first_token_s"),
+        *("num_cached_tokens", "num_preemptions"),
     )
 
     def __init__(
@@ -56,6 +57,9 @@ class CompletionState:
         self.stop_strings_by_id = stop_by_id
         """Stop strings that are one special token each."""
         self.num_tokens = 0
+        self.num_cached_tokens = 0
+        """Of the prompt, tokens that another request had computed."""
+        self.num_preemptions = 0
         self.cumulative_logprob = 0.0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -159,7 +163,7 @@ class RequestState:
     """A request that someone waits for: its completions, and what was not taken yet."""
 
     __slots__ = (
-        *("_changed", "_prompt_logprobs", "arrival_s", "children", "error", "kind", "num_cached_tokens"),
+        *("_changed", "_prompt_logprobs", "arrival_s", "children", "error", "is_queued", "kind", "num_cached_tokens"),
         *("num_unfinished", "on_change", "params", "prompt", "prompt_token_ids", "request_id", "vocabulary"),
     )
 
@@ -185,6 +189,8 @@ class RequestState:
         self.num_cached_tokens = 0
         self.error: PagemillError | None = None
         """Why the whole request failed."""
+        self.is_queued = True
+        """No token of it is there yet, and it was not ended."""
         self.children = [
             CompletionState(self, request.request_id, index, vocabulary, prepared.stop_by_id)
             for index, request in enumerate(prepared.requests)
@@ -250,6 +256,8 @@ class OutputProcessor:
     def __init__(self, vocabulary: Vocabulary, metrics: Metrics) -> None:
         self.vocabulary = vocabulary
         self.metrics = metrics
+        self.num_queued_tokens = 0
+        """Prompt tokens of the requests that still wait for their first token."""
         self._children: dict[str, CompletionState] = {}
         self._requests: dict[int, RequestState] = {}
 
@@ -268,7 +276,13 @@ class OutputProcessor:
         self._requests[id(state)] = state
         for child in state.children:
             self._children[child.request_id] = child
+        self.num_queued_tokens += len(state.prompt_token_ids)
         self.metrics.num_open = len(self._children)
+
+    def _leave_queue(self, state: RequestState) -> None:
+        if state.is_queued:
+            state.is_queued = False
+            self.num_queued_tokens -= len(state.prompt_token_ids)
 
     def process(self, step: StepOutputs) -> list[str]:
         """Take in one step. Returns the engine's ids of sequences that a stop string ended."""
@@ -277,6 +291,10 @@ class OutputProcessor:
             child = self._children.get(request_id)
             if child is not None and not child.scheduled_s:
                 child.scheduled_s = step.stats.start_s
+        for request_id in step.preempted:
+            child = self._children.get(request_id)
+            if child is not None:
+                child.num_preemptions += 1
         stopped: list[str] = []
         intervals: dict[float, int] = {}
         changed: dict[int, RequestState] = {}
@@ -292,9 +310,10 @@ class OutputProcessor:
                     interval = now_s - child.last_token_s
                     intervals[interval] = intervals.get(interval, 0) + 1
                 else:
-                    child.first_token_s = now_s
-                    self.metrics.observe_first_token(now_s - state.arrival_s, len(state.prompt_token_ids))
+                    self._begin(child, output, now_s)
                 child.last_token_s = now_s
+            elif output.error is not None and output.error_status == NonFiniteLogitsError.status:
+                self.metrics.corrupted += 1
             state.append(child, output)
             changed[id(state)] = state
             if child.finish_reason is not None:
@@ -307,6 +326,16 @@ class OutputProcessor:
         for state in changed.values():
             state.on_change()
         return stopped
+
+    def _begin(self, child: CompletionState, output: EngineOutput, now_s: float) -> None:
+        """The first token of a completion is there."""
+        state = child.request
+        child.first_token_s = now_s
+        child.num_cached_tokens = output.num_cached_tokens
+        self._leave_queue(state)
+        self.metrics.observe_first_token(
+            now_s - state.arrival_s, len(state.prompt_token_ids), output.num_cached_tokens, now_s
+        )
 
     def abort(self, state: RequestState, now_s: float, reason: FinishReason = FinishReason.ABORT) -> list[str]:
         """Nobody waits any more. Returns the engine's ids of what was still open."""
@@ -340,9 +369,15 @@ class OutputProcessor:
                 queued_s=scheduled_s - state.arrival_s,
                 prefill_s=first_s - scheduled_s,
                 decode_s=max(0.0, child.last_token_s - first_s),
-            )
+                num_computed_prompt_tokens=(
+                    len(state.prompt_token_ids) - child.num_cached_tokens if child.first_token_s else 0
+                ),
+                num_preemptions=child.num_preemptions,
+            ),
+            now_s,
         )
         if state.finished:
+            self._leave_queue(state)
             del self._requests[id(state)]
             self.metrics.params_n.observe(state.params.n)
             self.metrics.longest_output.observe(max(each.num_tokens for each in state.children))

@@ -82,6 +82,8 @@ class StepStats(msgspec.Struct, array_like=True):
     """KV slots in the blocks held during the step; each is one token of one kind of layer."""
     slots_filled: int = 0
     """Of those, slots that hold a token."""
+    num_held: int = 0
+    """Of those waiting, requests whose grammar is being built."""
 
 
 class StepOutputs(msgspec.Struct, tag="step", array_like=True):
@@ -91,6 +93,8 @@ class StepOutputs(msgspec.Struct, tag="step", array_like=True):
     stats: StepStats
     scheduled: list[str] = []
     """Requests that left the queue in this step."""
+    preempted: list[str] = []
+    """Requests that were put back into it for memory."""
 
 
 class CallReply(msgspec.Struct, tag="reply", array_like=True):
