@@ -58,6 +58,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     """A grammar in llguidance's own JSON: what the front makes of the others."""
     disable_any_whitespace: bool = False
     """No whitespace between the tokens of JSON."""
+    lenient: bool = False
+    """Pass over what of a JSON schema cannot be enforced, instead of refusing it."""
     min_tokens: int = 0
     """The engine's own: ``SamplingParams.min_tokens``, kept only as long as the grammar can go on."""
 

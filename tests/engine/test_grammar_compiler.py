@@ -36,6 +36,13 @@ def test_a_schema_that_cannot_be_enforced_is_refused_by_its_keyword(schema: dict
         compile_grammar(StructuredOutputsParams(json=schema))
 
 
+def test_a_lenient_schema_is_enforced_as_far_as_it_can_be() -> None:
+    schema = {"type": "array", "uniqueItems": True, "items": {"type": "string", "format": "shoe-size"}}
+    compile_grammar(StructuredOutputsParams(json=schema, lenient=True))
+    with pytest.raises(RequestError, match="no JSON"):
+        compile_grammar(StructuredOutputsParams(json={"a": float, "b": 1}, lenient=True))
+
+
 @pytest.mark.parametrize(
     ("values", "word"),
     [

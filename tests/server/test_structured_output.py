@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -78,6 +79,43 @@ def test_a_streamed_answer_is_the_same(running: ServeProcess, client: openai.Ope
         model="tiny", prompt="the quick", max_tokens=40, seed=1, stream=True, extra_body=structured
     )
     assert "".join(chunk.choices[0].text for chunk in stream) == whole
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "mix"}}])
+def test_a_forced_call_is_one_and_its_arguments_fit_however_the_model_is(
+    running: ServeProcess, client: openai.OpenAI, choice: Any
+) -> None:
+    blanks = httpx.post(running.url + "/tokenize", json={"prompt": " \n \t\r", "add_special_tokens": False}).json()
+    colours = {"type": "array", "items": {"$ref": "#/$defs/Colour"}, "maxItems": 2, "uniqueItems": True}
+    parameters = {
+        "type": "object",
+        "properties": {"colours": colours},
+        "required": ["colours"],
+        "additionalProperties": False,
+        "$defs": {"Colour": {"enum": ["red", "blue"]}},
+    }
+    tool: Any = {"type": "function", "function": {"name": "mix", "parameters": parameters}}
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [tool],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "temperature": 0,
+        "logit_bias": {str(token): -100 for token in blanks["tokens"]},
+    }
+    (answer,) = client.chat.completions.create(**asked).choices
+    assert answer.finish_reason == ("tool_calls" if choice == "required" else "stop")
+    assert answer.message.content is None
+    (call,) = answer.message.tool_calls or ()
+    assert call.type == "function"
+    assert call.function.name == "mix"
+    assert set(json.loads(call.function.arguments)["colours"]) <= {"red", "blue"}
+    streamed = ""
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for piece in chunk.choices[0].delta.tool_calls or ():
+            streamed += piece.function.arguments or ""
+    assert streamed == call.function.arguments
 
 
 @pytest.mark.parametrize("stream", [False, True])

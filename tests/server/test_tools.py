@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from pagemill.config import ServerConfig
+from pagemill.engine.grammar_compiler import compile_grammar
 from pagemill.models.chat_template import ChatTemplate
+from pagemill.params import StructuredOutputsParams
 from pagemill.server.answer_schemas import ChatCompletionResponse
+from pagemill.server.tools import read_tools
 from tests.server.conftest import Served, serving
 from tests.server.fake_engine import TEMPLATE, FakeEngine
 
@@ -130,12 +133,115 @@ async def test_logprobs_come_with_held_text_too() -> None:
     assert "".join(tokens) == CALL + "</s>"
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}, "any"])
-async def test_choices_that_cannot_be_enforced_are_refused(choice: Any) -> None:
+NAMED = {"type": "function", "function": {"name": "f"}}
+LISTED = '[ {"name": "f", "arguments": {"a": 1, "b": "}{"}},\n{"name":"f","arguments":{"a": 2}} ]'
+
+
+async def test_required_calls_are_read_from_the_list_that_the_grammar_makes() -> None:
+    async with serving(engine_of(LISTED)) as served:
+        answer = await both(served, tools=TOOLS, tool_choice="required", n=2)
+        asked = served.engine.seen[-1][1].structured_outputs
+        only_one = await both(served, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+        alone = served.engine.seen[-1][1].structured_outputs
+    assert answer == {
+        "content": "",
+        "reasoning": "",
+        "calls": [["f", '{"a": 1, "b": "}{"}'], ["f", '{"a": 2}']],
+        "reason": "tool_calls",
+    }
+    assert asked is not None
+    assert isinstance(asked.json, dict)
+    assert asked.json["items"]["anyOf"][0]["properties"]["name"] == {"const": "f"}
+    assert "maxItems" not in asked.json
+    assert alone is not None
+    assert isinstance(alone.json, dict)
+    assert alone.json["maxItems"] == 1
+    assert len(only_one["calls"]) == 1
+
+
+async def test_a_named_call_streams_its_name_once_then_arguments_and_ends_with_stop() -> None:
+    async with serving(engine_of('{"a": 12}')) as served:
+        answer = await both(served, tools=TOOLS, tool_choice=NAMED)
+        assert answer == {"content": "", "reasoning": "", "calls": [["f", '{"a": 12}']], "reason": "stop"}
+        cut = await both(served, tools=TOOLS, tool_choice=NAMED, max_tokens=4)
+        assert (cut["calls"], cut["reason"]) == ([["f", '{"a"']], "length")
+        stream = await served.openai.chat.completions.create(
+            model="",
+            messages=HI,
+            tools=TOOLS,
+            tool_choice=NAMED,
+            stream=True,  # type: ignore[arg-type]
+        )
+        pieces = [call async for event in stream for call in event.choices[0].delta.tool_calls or ()]
+    assert [piece.id is not None for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+    assert len(pieces) > 3
+
+
+async def test_a_forced_call_has_no_reasoning_even_where_the_template_opened_it() -> None:
+    async with serving(engine_of('{"a": 1}', THINKING + "<think>")) as served:
+        answer = await both(served, tools=TOOLS, tool_choice=NAMED)
+        assert (answer["calls"], answer["reasoning"]) == ([["f", '{"a": 1}']], "")
+        wanted = {"type": "json_object"}
+        assert (await both(served, response_format=wanted))["content"] == '{"a": 1}'
+        assert (await both(served))["reasoning"] == '{"a": 1}'
+
+
+async def test_allowed_tools_leave_the_others_out() -> None:
+    other = {"type": "function", "function": {"name": "g"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
+    async with serving(engine_of(LISTED)) as served:
+        answer = await both(served, tools=[*TOOLS, other], tool_choice=allowed)
+        asked = served.engine.seen[-1][1].structured_outputs
+    assert len(answer["calls"]) == 2
+    assert asked is not None
+    assert isinstance(asked.json, dict)
+    assert len(asked.json["items"]["anyOf"]) == 1
+
+
+def test_references_within_a_tools_schema_stay_references_to_it() -> None:
+    parameters = {
+        "$defs": {"T": {"type": "object", "properties": {"kids": {"type": "array", "items": {"$ref": "#/$defs/T"}}}}},
+        "type": "object",
+        "properties": {"root": {"$ref": "#/$defs/T"}, "whole": {"$ref": "#"}, "other": {"const": {"$ref": "#"}}},
+    }
+    tools = [*TOOLS, {"type": "function", "function": {"name": "g", "parameters": parameters, "strict": True}}]
+    use = read_tools(tools, "required", parallel=True)
+    schema = use.schema()
+    assert schema is not None
+    assert use.strict
+    assert schema["$defs"]["1"]["properties"] == {
+        "root": {"$ref": "#/$defs/1/$defs/T"},
+        "whole": {"$ref": "#/$defs/1"},
+        "other": {"const": {"$ref": "#"}},
+    }
+    compile_grammar(StructuredOutputsParams(json=schema))
+
+
+@pytest.mark.parametrize(
+    ("choice", "tools", "param"),
+    [
+        ("any", TOOLS, "tool_choice"),
+        ("required", None, "tool_choice"),
+        ({"type": "function", "function": {"name": "g"}}, TOOLS, "tool_choice"),
+        ({"type": "function"}, TOOLS, "tool_choice"),
+        ({"type": "allowed_tools", "allowed_tools": {"tools": []}}, TOOLS, "tool_choice"),
+        ("auto", TOOLS * 2, "tools"),
+    ],
+)
+async def test_choices_that_make_no_sense_are_refused_by_name(choice: Any, tools: Any, param: str) -> None:
     async with serving(engine_of(CALL)) as served:
-        answer = await served.http.post(PATH, json={"messages": HI, "tools": TOOLS, "tool_choice": choice})
+        answer = await served.http.post(PATH, json={"messages": HI, "tools": tools, "tool_choice": choice})
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "tool_choice"
+    assert answer.json()["error"]["param"] == param
+
+
+async def test_a_forced_call_excludes_other_constraints_but_a_format_of_the_content() -> None:
+    body = {"messages": HI, "tools": TOOLS, "tool_choice": "required"}
+    async with serving(engine_of(LISTED)) as served:
+        refused = await served.http.post(PATH, json={**body, "guided_regex": "a"})
+        taken = await served.http.post(PATH, json={**body, "response_format": {"type": "json_object"}})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "guided_regex")
+    assert len(taken.json()["choices"][0]["message"]["tool_calls"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 Owns the forms that are understood (JSON schema, regular expression, choice, grammar), their limits in size and time,
 and the errors that name what cannot be enforced. Must not know tokens: the engine's half (grammars.py) builds the
-matcher from the text made here. Whatever is accepted here is enforced; nothing of a schema is passed over in silence.
+matcher from the text made here. Whatever is accepted here is enforced; nothing of a schema is passed over in silence,
+unless ``lenient`` asks for that.
 """
 
 from __future__ import annotations
@@ -54,16 +55,16 @@ def compile_grammar(asked: StructuredOutputsParams) -> str:
             f"structured_outputs: the {form} has {len(text)} characters; at most {MAX_CHARS} are taken",
             param="structured_outputs",
         )
-    return _compiled(form, text, asked.disable_any_whitespace)
+    return _compiled(form, text, asked.disable_any_whitespace, asked.lenient)
 
 
 @lru_cache(maxsize=256)
-def _compiled(form: str, text: str, compact: bool) -> str:
+def _compiled(form: str, text: str, compact: bool, lenient: bool) -> str:
     if not _slots.acquire(timeout=COMPILE_LIMIT_S):
         raise RequestError(
             f"{MAX_COMPILING} grammars are being compiled; try again in a moment", param="structured_outputs"
         )
-    future = in_background(lambda: _checked(form, text, compact))
+    future = in_background(lambda: _checked(form, text, compact, lenient))
     future.add_done_callback(lambda _: _slots.release())
     try:
         return future.result(COMPILE_LIMIT_S)
@@ -92,11 +93,11 @@ def _form(asked: StructuredOutputsParams) -> tuple[str, str]:
     raise AssertionError("a verified StructuredOutputsParams has one form")
 
 
-def _checked(form: str, text: str, compact: bool) -> str:
+def _checked(form: str, text: str, compact: bool, lenient: bool) -> str:
     from llguidance import LLMatcher  # only who asks for a grammar pays for the import
 
     try:
-        grammar = _translated(form, text, compact)
+        grammar = _translated(form, text, compact, lenient)
         failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     except (ValueError, RecursionError) as error:
         failed, messages, grammar = True, [_line(error)], ""
@@ -107,11 +108,15 @@ def _checked(form: str, text: str, compact: bool) -> str:
     return grammar
 
 
-def _translated(form: str, text: str, compact: bool) -> str:
+def _translated(form: str, text: str, compact: bool, lenient: bool) -> str:
     from llguidance import LLMatcher, grammar_from, regex_to_lark
 
     if form == "JSON schema":
-        options: dict[str, bool | str] = {"whitespace_flexible": not compact, "lenient": False, "coerce_one_of": False}
+        options: dict[str, bool | str] = {
+            "whitespace_flexible": not compact,
+            "lenient": lenient,
+            "coerce_one_of": lenient,
+        }
         if not compact:
             options["whitespace_pattern"] = WHITESPACE
         schema = json.loads(text)

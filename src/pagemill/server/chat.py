@@ -25,6 +25,8 @@ from pagemill.server.parsers.answer import AnswerParser, Message, delta_fields
 from pagemill.server.parsers.deltas import Delta
 from pagemill.server.protocol import ChatCompletionRequest, answer_headers
 from pagemill.server.sse import ChunkWriter, EventStream
+from pagemill.server.structured import writes_json
+from pagemill.server.tools import NO_TOOLS
 
 __all__ = ["create_chat_completion"]
 
@@ -35,9 +37,11 @@ async def create_chat_completion(context: ServerContext, request: Request) -> Re
     context.check_model(asked.model)
     params = asked.sampling_params(context.defaults)
     text = await context.render_chat(asked)
-    tools = asked.tools if asked.tool_choice != "none" and context.config.enable_auto_tool_choice else None
+    use, bound = asked.tool_use, writes_json(params)
+    if use.mode == "auto" and not context.config.enable_auto_tool_choice:
+        use = NO_TOOLS
     formats = context.formats_for(asked)
-    if formats.needs_special(tools):
+    if formats.needs_special(use, bound=bound):
         params = msgspec.structs.replace(params, skip_special_tokens=False)
     token_ids = await context.encode(text, add_special_tokens=bool(asked.add_special_tokens))
     if not token_ids:
@@ -50,7 +54,7 @@ async def create_chat_completion(context: ServerContext, request: Request) -> Re
         cache_salt=asked.cache_salt,
     )
     headers = answer_headers(job.request_id, asked)
-    parsers = [formats.parser(text, tools, parallel=asked.parallel_tool_calls is not False) for _ in range(params.n)]
+    parsers = [formats.parser(text, use, bound=bound) for _ in range(params.n)]
     answer = _Answer(context, asked, job, parsers)
     if asked.stream:
         return EventStream(answer.events(), headers)
@@ -120,9 +124,10 @@ class _Answer:
         return message.as_dict(self.role, self.echoed, include_reasoning=self.asked.include_reasoning is not False)
 
     def _reason(self, completion: CompletionOutput) -> str | None:
-        """A call that was read is the reason, unless the answer was cut."""
+        """A call that was read is the reason, unless the answer was cut; one that was named ends with stop (OpenAI)."""
         parser = self.parsers[completion.index]
-        if parser is not None and parser.called and completion.finish_reason is FinishReason.STOP:
+        called = parser is not None and parser.called and self.asked.tool_use.mode != "named"
+        if called and completion.finish_reason is FinishReason.STOP:
             return "tool_calls"
         return None if completion.finish_reason is None else completion.finish_reason.value
 

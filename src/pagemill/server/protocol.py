@@ -8,16 +8,17 @@ response header, as clients of other servers send many.
 from __future__ import annotations
 
 import re
+from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, ValidationError
 
 from pagemill.errors import RequestError
-from pagemill.params import SamplingParams
+from pagemill.params import SamplingParams, StructuredOutputsParams
 from pagemill.server.errors import from_validation
 from pagemill.server.structured import Model as _Model
 from pagemill.server.structured import ResponseFormat, structured_outputs
-from pagemill.server.tools import check_tools
+from pagemill.server.tools import ToolUse, read_tools
 
 __all__ = [
     "ChatCompletionRequest",
@@ -145,6 +146,7 @@ _PASSED_ON = (
     "spaces_between_special_tokens",
     "truncate_prompt_tokens",
 )
+_CONSTRAINTS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _NOT_BUILT = frozenset(
     {
         "use_beam_search",
@@ -223,7 +225,9 @@ class ChatCompletionRequest(_Sampling):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the template.")
     documents: list[dict[str, Any]] | None = Field(None, description="Documents for the template.")
     tools: list[dict[str, Any]] | None = Field(None, description="Functions that the model may call.")
-    tool_choice: str | dict[str, Any] | None = Field(None, description="auto (the default) or none.")
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="auto (the default), none, required, or one function by its name."
+    )
     parallel_tool_calls: bool | None = Field(None, description="Allow several calls in one answer. Default true.")
     include_reasoning: bool | None = Field(None, description="Return what the model thought. Default true (vLLM).")
 
@@ -236,15 +240,27 @@ class ChatCompletionRequest(_Sampling):
                 "continue_final_message and add_generation_prompt exclude each other; set one of them",
                 param="add_generation_prompt",
             )
-        check_tools(self.tools, self.tool_choice)
+        forced = self.tool_use.schema()
+        if forced is not None and (given := [name for name in _CONSTRAINTS if getattr(self, name) is not None]):
+            raise RequestError(f"{given[0]} and a tool_choice that forces a call exclude each other", param=given[0])
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         try:
-            return self._params(defaults, limit, logprobs, 1 if self.n is None else self.n)
+            params = self._params(defaults, limit, logprobs, 1 if self.n is None else self.n)
         except RequestError as error:
             if error.param == "logprobs":
                 raise RequestError(str(error).replace("logprobs", "top_logprobs", 1), param="top_logprobs") from None
             raise
+        if forced is None:
+            return params
+        # response_format is about the content, and there will be none.
+        structured = StructuredOutputsParams(json=forced, lenient=not self.tool_use.strict)
+        return SamplingParams.create(**_fields(params, structured_outputs=structured))
+
+    @cached_property
+    def tool_use(self) -> ToolUse:
+        """What tools and tool_choice come to. Raises RequestError."""
+        return read_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls is not False)
 
 
 class TokenizeRequest(_Model):

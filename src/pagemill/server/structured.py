@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pagemill.errors import RequestError
 from pagemill.params import SamplingParams, StructuredOutputsParams
 
-__all__ = ["JsonSchema", "Model", "ResponseFormat", "schema_hint", "structured_outputs", "with_hint"]
+__all__ = ["JsonSchema", "Model", "ResponseFormat", "schema_hint", "structured_outputs", "with_hint", "writes_json"]
 
 
 class Model(BaseModel):
@@ -84,6 +84,12 @@ def _enforced(wanted: ResponseFormat | None) -> dict[str, Any] | None:
         return None
     schema = wanted.json_schema.schema_
     return {"json_object": True} if schema is None else {"json": schema}
+
+
+def writes_json(params: SamplingParams) -> bool:
+    """Whether the output is JSON from its first character on."""
+    structured = params.structured_outputs
+    return structured is not None and (structured.json_object or structured.json is not None)
 
 
 def schema_hint(wanted: ResponseFormat | None) -> str | None:

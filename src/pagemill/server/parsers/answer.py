@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagemill.server.parsers.calls import CallParser
-from pagemill.server.parsers.deltas import Arguments, CallStart, Delta, Reasoning, Text
+from pagemill.server.parsers.deltas import Arguments, CallStart, Delta, Parser, Reasoning, Text
 from pagemill.server.parsers.reasoning import ReasoningParser
 
 __all__ = ["AnswerParser", "Message", "delta_fields"]
@@ -17,7 +16,7 @@ __all__ = ["AnswerParser", "Message", "delta_fields"]
 class AnswerParser:
     """The parsers of one choice, one behind the other."""
 
-    def __init__(self, reasoning: ReasoningParser | None, calls: CallParser | None, *, parallel: bool) -> None:
+    def __init__(self, reasoning: ReasoningParser | None, calls: Parser | None, *, parallel: bool) -> None:
         self._reasoning = reasoning
         self._calls = calls
         self._parallel = parallel

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from pagemill.config import ServerConfig
 from pagemill.models.chat_template import ChatTemplate
 from pagemill.server.parsers.answer import AnswerParser
 from pagemill.server.parsers.calls import CallParser
+from pagemill.server.parsers.deltas import Parser
+from pagemill.server.parsers.forced import NamedCall, RequiredCalls
 from pagemill.server.parsers.formats import ToolFormat
 from pagemill.server.parsers.generic import JSON
 from pagemill.server.parsers.granite import GRANITE
@@ -17,6 +18,7 @@ from pagemill.server.parsers.llama import LLAMA3
 from pagemill.server.parsers.mistral import MISTRAL
 from pagemill.server.parsers.phi import PHI4_MINI
 from pagemill.server.parsers.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningParser
+from pagemill.server.tools import ToolUse
 
 __all__ = ["TOOL_FORMATS", "Formats"]
 
@@ -44,17 +46,27 @@ class Formats:
         source = "" if template is None else template.source
         return cls(_tools(config.tool_call_parser, source), _reasoning(config.reasoning_parser, source))
 
-    def needs_special(self, tools: list[dict[str, Any]] | None) -> bool:
+    def needs_special(self, use: ToolUse, *, bound: bool = False) -> bool:
         """Whether special tokens must reach the text to be read."""
-        return bool(tools and self.tools.special) or (self.reasoning is not None and self.reasoning.special)
+        thinking = self.reasoning is not None and self.reasoning.special and not bound
+        return thinking or (use.mode == "auto" and self.tools.special)
 
-    def parser(self, prompt: str, tools: list[dict[str, Any]] | None, *, parallel: bool) -> AnswerParser | None:
-        """For one choice; None where the text is the content as it is. ``prompt`` may have opened the reasoning."""
-        if not tools and self.reasoning is None:
+    def parser(self, prompt: str, use: ToolUse, *, bound: bool = False) -> AnswerParser | None:
+        """For one choice; None where the text is the content as it is. ``prompt`` may have opened the reasoning.
+
+        ``bound``: the output is JSON from its first character on, so it has no reasoning.
+        """
+        reasoning = None if self.reasoning is None or bound else ReasoningParser(self.reasoning, prompt)
+        calls: Parser | None = None
+        if use.mode == "named":
+            calls = NamedCall(use.names[0], self.tools.new_id)
+        elif use.mode == "required":
+            calls = RequiredCalls(self.tools.new_id)
+        elif use.mode == "auto":
+            calls = CallParser(self.tools, set(use.names))
+        if calls is None and reasoning is None:
             return None
-        reasoning = None if self.reasoning is None else ReasoningParser(self.reasoning, prompt)
-        calls = CallParser(self.tools, {tool["function"]["name"] for tool in tools}) if tools else None
-        return AnswerParser(reasoning, calls, parallel=parallel)
+        return AnswerParser(reasoning, calls, parallel=use.parallel)
 
 
 def _tools(name: str, source: str) -> ToolFormat:
