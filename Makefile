@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+EXTRA := import sys, tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies'][sys.argv[1]], sep='\n')
 
 .PHONY: serve test test-slow check format bench native sanitize clean
 
@@ -13,7 +14,7 @@ serve: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(ARGS)
 
-test-slow: $(VENV)/.installed-test
+test-slow: $(VENV)/.installed-slow
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 # The same checks for people and for CI: format, lint, types.
@@ -37,8 +38,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(NATIVE)
 
 # What tests need beside the package, without building the package again.
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['test'], sep='\n')" > $(VENV)/test.txt
+	$(BIN)/python -c "$(EXTRA)" test > $(VENV)/test.txt
 	$(PIP_INSTALL) -r $(VENV)/test.txt
+	touch $@
+
+# What slow tests need beside that: the driver of a browser that the machine has.
+$(VENV)/.installed-slow: $(VENV)/.installed-test
+	$(BIN)/python -c "$(EXTRA)" browser > $(VENV)/browser.txt
+	$(PIP_INSTALL) -r $(VENV)/browser.txt
 	touch $@
 
 clean:

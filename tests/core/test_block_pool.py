@@ -56,6 +56,19 @@ def test_the_end_of_a_chain_is_evicted_before_its_beginning_and_unpublished_bloc
     assert set(pool.published) == {bytes([0]), bytes([1])}
 
 
+def test_each_block_says_who_holds_it():
+    pool = BlockPool(5)
+    shared, cached, private = pool.allocate(3)
+    for block in (shared, cached):
+        pool.publish(block, bytes([block.id]))
+    pool.share([shared])
+    pool.release([cached])
+    assert pool.states() == "scpff"
+    pool.release([private])
+    pool.release([shared])
+    assert pool.states() == "pcfff"
+
+
 def test_a_shared_block_survives_its_first_holder():
     pool = BlockPool(2)
     blocks = pool.allocate(1)

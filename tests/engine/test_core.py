@@ -59,6 +59,19 @@ def test_admin_operations_answer_between_steps() -> None:
     assert unknown.error[0] == "RequestError"
 
 
+def test_the_states_of_all_blocks_are_told_on_request() -> None:
+    engine = Engine()
+    engine.ask([5, 4], max_tokens=4)
+    engine.step()
+    engine.inbox.append(Call(1, "block_states", []))
+    engine.step()
+    (reply,) = engine.replies
+    (states,) = reply.value
+    assert states.count("p") == 1
+    assert len(states) == engine.core.scheduler.kv.num_blocks
+    assert set(states) == {"p", "f"}
+
+
 def test_stop_ends_the_loop() -> None:
     engine = Engine()
     engine.inbox.append(Stop())

@@ -97,10 +97,21 @@ class FakeEngine:
         self.running: set[str] = set()
         self.aborted: list[str] = []
         self.seen: list[tuple[list[int], SamplingParams, str]] = []
+        self.num_blocks = 10
+        self.calls = 0
         self.stopped = False
 
     def health(self) -> FakeHealth:
         return self.state
+
+    async def call(self, name: str, *args: Any) -> Any:
+        """What is running holds one block each; the last block is always cached."""
+        assert name == "block_states"
+        assert not args
+        self.calls += 1
+        if not self.state.alive:
+            raise EngineDeadError("the engine is starting again; retry")
+        return [("p" * len(self.running)).ljust(self.num_blocks - 1, "f") + "c"]
 
     async def shutdown(self, timeout_s: float = 0.0) -> None:
         self.stopped = True

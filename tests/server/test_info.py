@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 
 import pytest
 
 from pagemill.config import ServerConfig
-from pagemill.server.answer_schemas import HealthResponse, ModelCard, ModelList, VersionResponse
+from pagemill.server.answer_schemas import BlockMapResponse, HealthResponse, ModelCard, ModelList, VersionResponse
 from tests.server.conftest import Served, serving
 from tests.server.fake_engine import FakeEngine
 
@@ -35,9 +36,23 @@ async def test_answers_fit_their_schemas(served: Served) -> None:
         ("/v1/models", ModelList),
         ("/v1/models/fake/model", ModelCard),
         ("/health", HealthResponse),
+        ("/kv_blocks", BlockMapResponse),
         ("/version", VersionResponse),
     ):
         shape.model_validate_json((await served.http.get(path)).content, strict=True)
+
+
+async def test_the_map_of_blocks_is_asked_for_once_however_many_watch(served: Served) -> None:
+    maps = await asyncio.gather(*(served.app.context.block_map.groups() for _ in range(20)))
+    assert maps == [["fffffffffc"]] * 20
+    assert served.engine.calls == 1
+
+
+async def test_the_map_of_a_dead_engine_is_refused_with_the_reason(served: Served) -> None:
+    served.engine.state.alive = False
+    answer = await served.http.get("/kv_blocks")
+    assert answer.status_code == 503
+    assert "starting again" in answer.json()["error"]["message"]
 
 
 async def test_metrics_are_prometheus_text(served: Served) -> None:

@@ -1,4 +1,4 @@
-"""The web page in headless Chromium: a chat streams, stop stops, regenerate asks again, the live view moves."""
+"""The web page in headless Chromium: a chat streams, stop stops, regenerate asks again, the map of blocks moves."""
 
 from __future__ import annotations
 
@@ -9,29 +9,55 @@ from typing import Any
 
 import pytest
 
+from pagemill.config import ServerConfig
+from pagemill.models.sources import ModelSource
 from tests.server.conftest import Served, serving
 from tests.server.fake_engine import FakeEngine
+from tests.server.process import ServeProcess, serve_process
 
 selenium = pytest.importorskip("selenium.webdriver")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium on this machine"),
+    pytest.mark.skipif(
+        shutil.which("chromium") is None or shutil.which("chromedriver") is None,
+        reason="this machine has no chromium and chromedriver",
+    ),
 ]
 
-PATIENCE_S = 20
+PATIENCE_S = 120
+"""Only a bound on a hang."""
+
+
+def started(size: str) -> Any:
+    options = selenium.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for word in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", f"--window-size={size}"):
+        options.add_argument(word)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    return selenium.Chrome(
+        options=options, service=selenium.ChromeService(executable_path=shutil.which("chromedriver"))
+    )
 
 
 @pytest.fixture(params=["1200,800", "390,800"], ids=["desk", "phone"])
 def browser(request: pytest.FixtureRequest) -> Iterator[Any]:
-    options = selenium.ChromeOptions()
-    options.binary_location = shutil.which("chromium")
-    for word in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", f"--window-size={request.param}"):
-        options.add_argument(word)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    service = selenium.ChromeService(executable_path=shutil.which("chromedriver"))
-    driver = selenium.Chrome(options=options, service=service)
+    driver = started(request.param)
     yield driver
     driver.quit()
+
+
+@pytest.fixture
+def desk() -> Iterator[Any]:
+    driver = started("1200,800")
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def real(embedded_source: ModelSource) -> Iterator[ServeProcess]:
+    """1,024 blocks."""
+    with serve_process("--max-num-seqs", "8", "--max-model-len", "2048") as running:
+        yield running
 
 
 @pytest.fixture
@@ -87,3 +113,83 @@ async def test_an_error_is_shown(browser: Any, served: Served) -> None:
     served.app.context.draining = True
     await asyncio.to_thread(browser.find_element("id", "input").send_keys, "hi\n")
     await until(lambda: texts(browser), lambda list_: len(list_) == 2 and "shutting down" in list_[1])
+
+
+def count(browser: Any, kind: str) -> int:
+    shown = browser.find_element("id", f"count-{kind}").text.replace(",", "")
+    return int(shown) if shown.isdigit() else -1
+
+
+def picture(browser: Any) -> str:
+    """The map of blocks as it is drawn."""
+    return str(browser.execute_script("return document.getElementById('blocks').toDataURL()"))
+
+
+def size_of(browser: Any, script: str) -> float:
+    return float(browser.execute_script(f"return {script}"))
+
+
+async def test_the_map_of_blocks_follows_the_requests(desk: Any, real: ServeProcess) -> None:
+    await asyncio.to_thread(desk.get, real.url + "/")
+    await until(lambda: count(desk, "free"), lambda free: free == 1024)
+    empty = await asyncio.to_thread(picture, desk)
+    box = desk.find_element("id", "input")
+    await asyncio.to_thread(box.send_keys, "Count from one to a thousand.\n")
+    await until(lambda: count(desk, "private"), lambda private: private > 2)
+    busy = await until(lambda: picture(desk), lambda drawn: drawn != empty)
+    await until(lambda: picture(desk), lambda drawn: drawn not in {empty, busy})
+    await asyncio.to_thread(desk.find_element("id", "stop").click)
+    await until(lambda: count(desk, "private"), lambda private: private == 0)
+    await until(lambda: count(desk, "cached"), lambda cached: cached > 0)
+    assert desk.find_element("id", "blocks").get_attribute("aria-label").startswith("1024 KV blocks: ")
+    assert [entry for entry in desk.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+async def test_two_chats_stream_at_once_and_share_their_system_prompt(desk: Any, real: ServeProcess) -> None:
+    system = "You are a careful assistant. " * 20
+
+    def opened() -> str:
+        desk.get(real.url + "/")
+        # ChromeDriver types a character at a time, and this text is long.
+        desk.execute_script("document.getElementById('system').value = arguments[0]", system)
+        desk.find_element("id", "input").send_keys("Tell me a long story.\n")
+        return str(desk.current_window_handle)
+
+    def told(window: str) -> str:
+        desk.switch_to.window(window)
+        return texts(desk)[1] if len(texts(desk)) == 2 else ""
+
+    first = await asyncio.to_thread(opened)
+    await until(lambda: told(first), lambda text: len(text) > 40)
+    desk.switch_to.new_window("window")
+    second = await asyncio.to_thread(opened)
+    await until(lambda: told(second), lambda text: len(text) > 40)
+    assert await asyncio.to_thread(count, desk, "shared") >= 5
+    grown = len(await asyncio.to_thread(told, first))
+    await until(lambda: told(first), lambda text: len(text) > grown)
+    for window in (first, second):
+        desk.switch_to.window(window)
+        await asyncio.to_thread(desk.find_element("tag name", "body").send_keys, selenium.Keys.ESCAPE)
+        await until(lambda: texts(desk), lambda list_: "stopped" in list_[1])
+    await until(lambda: count(desk, "private") + count(desk, "shared"), lambda held: held == 0)
+
+
+@pytest.mark.parametrize("blocks", [10, 1000, 100_000])
+async def test_the_map_fits_its_column_whatever_the_number_of_blocks(browser: Any, served: Served, blocks: int) -> None:
+    served.engine.num_blocks = blocks
+    await asyncio.to_thread(browser.get, served.url + "/")
+    await until(lambda: count(browser, "free"), lambda free: free == blocks - 1)
+    assert size_of(browser, "document.getElementById('blocks').clientHeight") <= 320
+    assert size_of(browser, "document.documentElement.scrollWidth - innerWidth") <= 0
+    drawn = "new Set(document.getElementById('blocks').getContext('2d').getImageData(0, 0, {}, {}).data).size"
+    width, height = (size_of(browser, f"document.getElementById('blocks').{side}") for side in ("width", "height"))
+    assert size_of(browser, drawn.format(width, height)) > 4
+
+
+async def test_behind_a_key_the_browsers_own_prompt_opens_the_whole_page(desk: Any) -> None:
+    async with serving(FakeEngine(), ServerConfig(api_key=("secret",))) as served:
+        await asyncio.to_thread(desk.get, served.url.replace("http://", "http://me:secret@") + "/")
+        await asyncio.to_thread(desk.get, served.url + "/")  # the browser now knows the password, as after its prompt
+        await until(lambda: count(desk, "cached"), lambda cached: cached == 1)
+        await asyncio.to_thread(desk.find_element("id", "input").send_keys, "hi\n")
+        await until(lambda: texts(desk), lambda list_: len(list_) == 2 and "Hello" in list_[1])

@@ -119,6 +119,18 @@ class BlockPool:
         """Blocks that somebody holds, shared ones counted once."""
         return self.num_blocks - self.free.num_blocks
 
+    def states(self) -> str:
+        """A letter for each block, by id: free, cached (free, and found by its hash), private (one holder), shared.
+
+        Walks all blocks: for whoever looks on, not for steps.
+        """
+        return "".join(
+            [
+                ("s" if block.ref_count > 1 else "p") if block.ref_count else "f" if block.hash is None else "c"
+                for block in self.blocks
+            ]
+        )
+
     def allocate(self, count: int) -> list[Block] | None:
         """``count`` blocks for one holder, or None and no change. What a block held before is forgotten."""
         if count > self.free.num_blocks:

@@ -197,6 +197,10 @@ class KVCacheManager:
         """Share of blocks in use, of the fullest group."""
         return max(pool.num_used / pool.num_blocks for pool in self.pools)
 
+    def block_states(self) -> list[str]:
+        """Per group, the letter of each block (see :meth:`~pagemill.core.block_pool.BlockPool.states`)."""
+        return [pool.states() for pool in self.pools]
+
     def check_invariants(self, holders: Sequence[Request]) -> None:
         """The pools' own invariants; reference counts are exactly the tables' entries; only full blocks are shared."""
         for group, (pool, spec) in enumerate(zip(self.pools, self.specs, strict=True)):

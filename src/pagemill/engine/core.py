@@ -214,6 +214,8 @@ class EngineCore:
             if message.name == "stats":
                 now_s = self._clock()
                 return CallReply(message.call_id, self._stats(now_s, now_s, 0))
+            if message.name == "block_states":
+                return CallReply(message.call_id, self.scheduler.kv.block_states())
             if message.name == "check_invariants":
                 self.scheduler.check_invariants()
                 return CallReply(message.call_id)

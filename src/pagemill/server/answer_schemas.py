@@ -177,6 +177,13 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
+class BlockMapResponse(BaseModel):
+    """The KV blocks now: one letter a block, by id: f free, c cached, p private (one holder), s shared."""
+
+    groups: list[str]
+    """Per kind of layer."""
+
+
 class HealthResponse(BaseModel):
     """The engine is well."""
 

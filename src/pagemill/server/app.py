@@ -20,6 +20,7 @@ from pagemill.config import ServerConfig
 from pagemill.errors import PagemillError
 from pagemill.server import chat, completions, info, tokenization
 from pagemill.server.answer_schemas import (
+    BlockMapResponse,
     ChatCompletionResponse,
     CompletionResponse,
     DetokenizeResponse,
@@ -56,6 +57,7 @@ GETS: tuple[tuple[str, Handler, type[BaseModel] | None], ...] = (
     ("/ping", info.health, HealthResponse),
     ("/ready", info.ready, HealthResponse),
     ("/metrics", info.metrics, None),
+    ("/kv_blocks", info.kv_blocks, BlockMapResponse),
     ("/version", info.server_version, VersionResponse),
 )
 STREAMED = frozenset({"/v1/completions", "/v1/chat/completions"})

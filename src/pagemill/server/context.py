@@ -16,6 +16,7 @@ from pagemill.config import ServerConfig
 from pagemill.errors import ModelNotFoundError, RequestError
 from pagemill.models.chat_template import ChatTemplate
 from pagemill.params import SamplingParams
+from pagemill.server.block_map import BlockMap
 from pagemill.server.body import read_body
 from pagemill.server.engine_port import Engine
 from pagemill.server.generation import Admission, off_loop
@@ -47,6 +48,7 @@ class ServerContext:
         """How the model writes tool calls and reasoning."""
         self.defaults = _usable(engine.text.default_values())
         """Sampling parameters of requests that do not say."""
+        self.block_map = BlockMap(engine)
         self.draining = False
         """Set once, on SIGTERM: open requests go on, new ones are answered 503."""
 

@@ -64,6 +64,9 @@ class Engine(Protocol):
         output_kind: str = "delta",
     ) -> AsyncGenerator[RequestOutput, None]: ...
 
+    async def call(self, name: str, *args: Any) -> Any:
+        """An admin operation of the engine, done between two steps."""
+
     def health(self) -> Health: ...
 
     async def shutdown(self, timeout_s: float = 0.0) -> None: ...

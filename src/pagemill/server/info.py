@@ -17,7 +17,7 @@ from pagemill.errors import ModelNotFoundError
 from pagemill.server.context import ServerContext, json_response
 from pagemill.server.errors import error_response
 
-__all__ = ["get_model", "health", "list_models", "metrics", "page_file", "ready", "server_version"]
+__all__ = ["get_model", "health", "kv_blocks", "list_models", "metrics", "page_file", "ready", "server_version"]
 
 STARTED = int(time.time())
 PAGE_FILES = {
@@ -25,6 +25,7 @@ PAGE_FILES = {
     "page.css": "text/css; charset=utf-8",
     "page.js": "text/javascript; charset=utf-8",
     "live.js": "text/javascript; charset=utf-8",
+    "blocks.js": "text/javascript; charset=utf-8",
 }
 PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:"
 
@@ -73,6 +74,11 @@ async def metrics(context: ServerContext, request: Request) -> Response:
     """Prometheus' text format."""
     text: str = context.engine.metrics.render()
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def kv_blocks(context: ServerContext, request: Request) -> Response:
+    """The KV blocks by state, a letter for each: f free, c cached, p private (one holder), s shared."""
+    return json_response({"groups": await context.block_map.groups()})
 
 
 async def server_version(context: ServerContext, request: Request) -> Response:

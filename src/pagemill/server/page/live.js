@@ -55,8 +55,7 @@ function show(now) {
   const hits = values["vllm:prefix_cache_hits_total"] ?? 0;
   $("prefix-hits").textContent = queries ? `${Math.round((100 * hits) / queries)} %` : "–";
   const used = values["vllm:kv_cache_usage_perc"] ?? 0;
-  $("kv").value = used;
-  $("kv-text").textContent = `${(100 * used).toFixed(1)} %`;
+  $("kv").textContent = `${(100 * used).toFixed(1)} %`;
   if (!last) return;
   const output = rate(now, last, "vllm:generation_tokens_total");
   $("output-rate").textContent = whole(output);
