@@ -18,13 +18,13 @@ struct alignas(64) Counter {
 };
 
 struct Shared {
-  explicit Shared(int n) : size(n) {}
+  explicit Shared(int n) : size(n), drawn(static_cast<size_t>(n) * Team::kSlots) {}
   static Team make_team(int rank, int size, Shared* shared) { return Team(rank, size, shared); }
 
   const int size;
   alignas(64) std::atomic<int> arrived{0};
   alignas(64) std::atomic<uint32_t> generation{0};  // barriers completed since the region began
-  Counter tickets[Team::kSlots];
+  std::vector<Counter> drawn;  // [slot][owner] tasks drawn from the owner's share
   alignas(64) std::atomic<uint32_t> epoch{0};  // regions begun; workers wait for it to change
   alignas(64) std::atomic<int> running{0};     // workers that have not finished the current region
   void (*call)(Team&, void*) = nullptr;
@@ -78,7 +78,7 @@ class Pool {
     shared_.call = call;
     shared_.arg = arg;
     shared_.generation.store(0, std::memory_order_relaxed);
-    for (auto& ticket : shared_.tickets) ticket.value.store(0, std::memory_order_relaxed);
+    for (auto& counter : shared_.drawn) counter.value.store(0, std::memory_order_relaxed);
     shared_.running.store(shared_.size - 1, std::memory_order_relaxed);
     shared_.epoch.fetch_add(1, std::memory_order_release);
     shared_.epoch.notify_all();  // a system call only if a worker is parked
@@ -151,30 +151,41 @@ Global& global() {
 }  // namespace
 
 void Team::barrier() {
-  since_barrier_ = 0;
   if (size_ == 1) return;
+  const int used = since_barrier_;
+  since_barrier_ = 0;
   ++generation_;
   if (shared_->arrived.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
     shared_->arrived.store(0, std::memory_order_relaxed);
     shared_->generation.store(generation_, std::memory_order_release);
+    // Nobody draws from what was used before this barrier; see open_slot for who uses it next.
+    for (int back = 1; back <= used; ++back) {
+      const int slot = (slot_ - back + kSlots) % kSlots;
+      for (int owner = 0; owner < size_; ++owner) {
+        shared_->drawn[static_cast<size_t>(slot * size_ + owner)].value.store(0, std::memory_order_relaxed);
+      }
+    }
     return;
   }
   spin_until([this] { return shared_->generation.load(std::memory_order_acquire) == generation_; });
 }
 
-// Each for_each takes the next of kSlots counters. A counter only ever grows: one for_each over n tasks draws n + size
-// tickets from it (each rank stops at its first useless one), so all ranks know its value when it comes round again.
-// That holds as long as no rank is a whole round ahead of another, which the barrier here ensures.
-Team::Ticket Team::open_tickets(int64_t n) {
-  if (++since_barrier_ == kSlots) barrier();
-  Ticket ticket{&shared_->tickets[slot_].value, base_[slot_]};
-  base_[slot_] += n + size_;
+// Each for_each takes the next of kSlots rows of counters. A row is zeroed by the last rank to arrive at the barrier
+// after its use, and is used again kSlots calls later. No barrier is more than half a round after the one before, so two
+// lie between, and the second makes the zeros visible.
+int Team::open_slot() {
+  if (since_barrier_ == kSlots / 2 - 1) barrier();
+  ++since_barrier_;
+  const int slot = slot_;
   slot_ = (slot_ + 1) % kSlots;
-  return ticket;
+  return slot;
 }
 
-int64_t Team::draw(const Ticket& ticket) {
-  return ticket.counter->fetch_add(1, std::memory_order_relaxed) - ticket.base;
+int64_t Team::draw(int slot, int owner, int64_t count) {
+  std::atomic<int64_t>& drawn = shared_->drawn[static_cast<size_t>(slot * size_ + owner)].value;
+  // Looking costs less than drawing where a share is used up, as the others' usually are.
+  if (owner != rank_ && drawn.load(std::memory_order_relaxed) >= count) return count;
+  return drawn.fetch_add(1, std::memory_order_relaxed);
 }
 
 int num_threads() {

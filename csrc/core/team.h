@@ -5,14 +5,14 @@
 // another rank wrote. Workers spin briefly after a region, since the next step usually comes within microseconds, and
 // then park, so that an idle engine costs nothing and PyTorch's own threads are not disturbed.
 //
-// Work is handed out by tickets, so that a rank whose core was taken by another process delays only the task it holds.
-// Which rank ran a task must never show in a result.
+// Each rank first runs its own share of the tasks, in order, so that it knows what comes next and can fetch it ahead, and
+// draws from its own counter, which nobody else touches meanwhile. Then it helps the others: a rank whose core was taken
+// by another process delays only the task it holds. Which rank ran a task must never show in a result.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <type_traits>
-#include <utility>
 
 namespace pm {
 
@@ -28,46 +28,41 @@ class Team {
   // Every rank arrives before any leaves; what was written before it is visible after it.
   void barrier();
 
-  // Runs f(task) for task = 0 .. n-1, each exactly once, on whichever rank draws it. No barrier before or after: a
-  // rank returns when no task is left to draw, while others may still run theirs. Every rank must make the same calls
-  // in the same order. A caller wants tasks of 1 µs or more, and several per rank.
+  // Runs f(task) for task = 0 .. n-1, each exactly once: first(rank) and on by `rank`, the rest by who is done first. No
+  // barrier before or after: a rank returns when no task is left to draw, while others may still run theirs. Every rank
+  // must make the same calls in the same order. A caller wants tasks of 100 ns or more, and several per rank.
   template <class F>
   void for_each(int64_t n, F&& f) {
     if (size_ == 1) {
       for (int64_t i = 0; i < n; ++i) f(i);
       return;
     }
-    const Ticket ticket = open_tickets(n);
-    for (int64_t i; (i = draw(ticket)) < n;) f(i);
+    const int slot = open_slot();
+    for (int turn = 0; turn < size_; ++turn) {
+      const int owner = rank_ + turn < size_ ? rank_ + turn : rank_ + turn - size_;
+      const int64_t first = first_task(n, owner), count = first_task(n, owner + 1) - first;
+      for (int64_t i; (i = draw(slot, owner, count)) < count;) f(first + i);
+    }
   }
 
-  // A static share of [0, n): [first, last) of this rank, in multiples of `align`. For work whose parts cost the same.
-  std::pair<int64_t, int64_t> share(int64_t n, int64_t align = 1) const {
-    const int64_t units = (n + align - 1) / align;
-    const int64_t first = units * rank_ / size_ * align, last = units * (rank_ + 1) / size_ * align;
-    return {first < n ? first : n, last < n ? last : n};
-  }
+  // The first task of a rank's share of n.
+  int64_t first_task(int64_t n, int rank) const { return n * rank / size_; }
 
  private:
   friend struct detail::Shared;
   static constexpr int kSlots = 16;
-  struct Ticket {
-    std::atomic<int64_t>* counter;
-    int64_t base;
-  };
 
   Team(int rank, int size, detail::Shared* shared) : rank_(rank), size_(size), shared_(shared) {}
-  Ticket open_tickets(int64_t n);
+  int open_slot();
   // Out of line: this header is read by *.isa.cpp files, where an inline copy could be built for the wrong CPU.
-  static int64_t draw(const Ticket& ticket);
+  int64_t draw(int slot, int owner, int64_t count);
 
   int rank_;
   int size_;
   detail::Shared* shared_;
-  uint32_t generation_ = 0;         // barriers passed
-  int slot_ = 0;                    // ticket counter of the next for_each
-  int since_barrier_ = 0;           // for_each calls since the last barrier
-  int64_t base_[kSlots] = {};       // each counter's value when its next for_each opens
+  uint32_t generation_ = 0;  // barriers passed
+  int slot_ = 0;             // counters of the next for_each
+  int since_barrier_ = 0;    // for_each calls since the last barrier
 };
 
 // How many ranks a region gets.

@@ -31,13 +31,8 @@ ActKind activation_kind(const PackedLinear& w) {
 
 void prepare_rows(Team& team, const float* src, int64_t ld, const int32_t* indices, const Activation& x) {
   const auto prepare = pick_linear().prepare_row;
-  // Rows per ticket: about 16 KiB of input, so that short rows do not spend their time drawing.
-  const int64_t chunk = 1 + 4096 / (x.k + 1);
-  team.for_each((x.rows + chunk - 1) / chunk, [&](int64_t task) {
-    const int64_t first = task * chunk, last = first + chunk < x.rows ? first + chunk : x.rows;
-    for (int64_t i = first; i < last; ++i) {
-      prepare(x.kind, src + (indices != nullptr ? indices[i] : i) * ld, x.k, x.row(i));
-    }
+  team.for_each(x.rows, [&](int64_t i) {
+    prepare(x.kind, src + (indices != nullptr ? indices[i] : i) * ld, x.k, x.row(i));
   });
 }
 

@@ -70,8 +70,8 @@ inline Activation activation_at(void* memory, ActKind kind, int64_t rows, int64_
 }
 
 // Prepares x.rows rows: row i of `x` from row (indices ? indices[i] : i) of `src` [*, k] float, `ld` floats apart. With
-// `indices`, only the rows whose logits are wanted are prepared and multiplied. Rows are shared out by tickets; no
-// barrier at the end.
+// `indices`, only the rows whose logits are wanted are prepared and multiplied. Rows are shared out; no barrier at
+// the end.
 void prepare_rows(Team& team, const float* src, int64_t ld, const int32_t* indices, const Activation& x);
 
 // ---------------------------------------------------------------------------------------------- weights
@@ -122,9 +122,10 @@ struct LinearArgs {
   int64_t ldo = 0;
   bool accumulate = false;          // add into out (the residual stream) instead of storing
   Gate gate = Gate::silu;           // when w is gated
+  const PackedLinear* next = nullptr;  // the product after this one, if known: each rank fetches its first weights ahead
 };
 
-// Called by every rank of `team`; the work is shared out by tickets. No barrier before or after. `x` and `out` must not
+// Called by every rank of `team`, which share the work out. No barrier before or after. `x` and `out` must not
 // overlap. M = 0 is allowed.
 void linear_run(Team& team, const LinearArgs& args);
 

@@ -9,7 +9,7 @@
 namespace pm::PM_ISA {
 namespace {
 
-using SumTile = void (*)(const std::byte*, int64_t, const std::byte*, int64_t, float*);
+using SumTile = void (*)(const std::byte*, int64_t, const std::byte*, int64_t, const std::byte*, float*);
 
 template <class S, int MR>
 constexpr SumTile tile_or_null() {
@@ -27,10 +27,11 @@ constexpr SumTile kByRows[12] = {tile_or_null<S, 1>(), tile_or_null<S, 2>(),  ti
                                  tile_or_null<S, 10>(), tile_or_null<S, 11>(), tile_or_null<S, 12>()};
 
 template <class S>
-void sum_panel(const PackedLinear& w, const std::byte* act, int64_t row_bytes, int rows, int64_t panel, float* tile) {
+void sum_panel(const PackedLinear& w, const std::byte* act, int64_t row_bytes, int rows, int64_t panel,
+               const Ahead& ahead, float* tile) {
   const std::byte* start = w.data.as<std::byte>() + panel * w.panel_bytes;
   for (int column = 0; column < kPanel; column += 2 * kLanes) {
-    kByRows<S>[rows - 1](act, row_bytes, start + column * 4, w.steps, tile + column);
+    kByRows<S>[rows - 1](act, row_bytes, start + column * 4, w.steps, ahead.data + column * 4, tile + column);
   }
 }
 

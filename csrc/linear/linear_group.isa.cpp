@@ -26,6 +26,7 @@ struct GroupKind {
   static constexpr bool kMin = Min, kHalf = Half;
   static constexpr int kGroupBytes = kStepBytes * (Bits == 4 ? 4 : 8);
   static constexpr int kScaleStride = Min ? 2 * kPanel : kPanel;  // float16 values of one scale group
+  static constexpr int kScaleHalves = Half ? 2 * kScaleStride : kScaleStride;  // at most, of 32 values along K
   // dot8 sums (q - kW8Offset) a, and the kind means (q - zero) a: the difference, from a record's offset, -8 (sum of a).
   static constexpr int kZero = Min ? 0 : Bits == 4 ? 8 : 128;
   static constexpr int kMissing = Bits == 4 ? kZero : kZero - kW8Offset;  // 0, 8, 128 or -128
@@ -104,8 +105,10 @@ inline const GroupRecord& record(const std::byte* p) { return *reinterpret_cast<
 // within the panel's first group.
 template <class K, int MR, int NV>
 void sum_group(const std::byte* act, int64_t row_bytes, const std::byte* w, const uint16_t* scales, int64_t groups,
-               int scale_shift, float* tile) {
+               int scale_shift, const Ahead& ahead, float* tile) {
   constexpr int64_t kAhead = 2048;  // see sum_tile
+  const std::byte* next = ahead.data;
+  const uint16_t* next_scales = ahead.scales;
   const std::byte *a0 = act, *a3 = act + 3 * row_bytes, *a6 = act + 6 * row_bytes, *a9 = act + 9 * row_bytes;
   PM_EACH_ROW(PM_ROW_DECLARE)
   for (int64_t g = 0; g < groups; ++g) {
@@ -117,7 +120,11 @@ void sum_group(const std::byte* act, int64_t row_bytes, const std::byte* w, cons
         const I32 both0 = load_i32(at);
         [[maybe_unused]] const I32 both1 = NV > 1 ? load_i32(at + kLanes * 4) : both0;
         prefetch(at + kAhead);
-        if constexpr (NV > 1) prefetch(at + kAhead + 64);
+        prefetch_second_level(next + pair * kStepBytes);
+        if constexpr (NV > 1) {
+          prefetch(at + kAhead + 64);
+          prefetch_second_level(next + pair * kStepBytes + 64);
+        }
         {
           const int step = 2 * pair;
           const I32 w0 = low_nibbles(both0);
@@ -145,20 +152,26 @@ void sum_group(const std::byte* act, int64_t row_bytes, const std::byte* w, cons
           const W8 w0 = prepare_w8(load_i32(at));
           [[maybe_unused]] const W8 w1 = NV > 1 ? prepare_w8(load_i32(at + kLanes * 4)) : w0;
           prefetch(at + kAhead);
-          if constexpr (NV > 1) prefetch(at + kAhead + 64);
+          prefetch_second_level(next + step * kStepBytes);
+          if constexpr (NV > 1) {
+            prefetch(at + kAhead + 64);
+            prefetch_second_level(next + step * kStepBytes + 64);
+          }
           PM_EACH_ROW(PM_ROW_STEP8)
         }
         PM_LOAD_SCALES(scales + (K::kHalf ? 2 * g + part : g >> scale_shift) * K::kScaleStride)
         PM_EACH_ROW(PM_ROW_SCALE8)
       }
     }
-    w += K::kGroupBytes;
+    for (int i = 0; i < K::kScaleHalves; i += 32) prefetch_second_level(next_scales + i);
+    w += K::kGroupBytes, next += K::kGroupBytes, next_scales += K::kScaleHalves;
     a0 += sizeof(GroupRecord), a3 += sizeof(GroupRecord), a6 += sizeof(GroupRecord), a9 += sizeof(GroupRecord);
   }
   PM_EACH_ROW(PM_ROW_STORE)
 }
 
-using SumGroup = void (*)(const std::byte*, int64_t, const std::byte*, const uint16_t*, int64_t, int, float*);
+using SumGroup = void (*)(const std::byte*, int64_t, const std::byte*, const uint16_t*, int64_t, int, const Ahead&,
+                          float*);
 
 template <class K, int MR>
 constexpr SumGroup group_or_null() {
@@ -175,11 +188,13 @@ constexpr SumGroup kByRows[6] = {group_or_null<K, 1>(), group_or_null<K, 2>(), g
 
 template <class K>
 void sum_group_panel(const PackedLinear& w, const std::byte* act, int64_t row_bytes, int rows, int64_t panel,
-                     float* tile) {
+                     const Ahead& ahead, float* tile) {
   const std::byte* start = w.data.as<std::byte>() + panel * w.panel_bytes;
   const uint16_t* scales = w.scales.as<uint16_t>() + panel * w.scale_panel_halves;
   for (int column = 0; column < kPanel; column += kGroupVectors * kLanes) {
-    kByRows<K>[rows - 1](act, row_bytes, start + column * 4, scales + column, w.steps, w.scale_shift, tile + column);
+    const Ahead shifted = {ahead.data + column * 4, ahead.scales + column};
+    kByRows<K>[rows - 1](act, row_bytes, start + column * 4, scales + column, w.steps, w.scale_shift, shifted,
+                         tile + column);
   }
 }
 

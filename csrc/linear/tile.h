@@ -80,6 +80,7 @@ struct StepInt8 {  // four k
 };
 
 inline void prefetch(const std::byte* p) { __builtin_prefetch(p, 0, 3); }
+inline void prefetch_second_level(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 #define PM_EACH_ROW(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11)
 // Twelve row addresses from four pointers and one stride, which is what x86 addressing can hold in registers.
@@ -98,11 +99,11 @@ inline void prefetch(const std::byte* p) { __builtin_prefetch(p, 0, 3); }
   }
 
 // Sums rows act[0 .. MR), `row_bytes` apart, against the two vectors of columns that begin at `w`, and leaves the raw sums
-// (int32 as its bits) in tile[row * kPanel + column].
+// (int32 as its bits) in tile[row * kPanel + column]. Fetches as many bytes from `next` on into the second cache level.
 template <class S, int MR>
-void sum_tile(const std::byte* act, int64_t row_bytes, const std::byte* w, int64_t steps, float* tile) {
-  // Far enough ahead for memory at its latency, near enough to stay in the first-level cache. Running past the end of a
-  // panel is wanted: the next one follows.
+void sum_tile(const std::byte* act, int64_t row_bytes, const std::byte* w, int64_t steps, const std::byte* next,
+              float* tile) {
+  // From the second cache level into the first.
   constexpr int64_t kAhead = MR <= 6 ? 2048 : 1024;
   const std::byte *a0 = act, *a3 = act + 3 * row_bytes, *a6 = act + 6 * row_bytes, *a9 = act + 9 * row_bytes;
   PM_EACH_ROW(PM_ROW_DECLARE)
@@ -110,9 +111,13 @@ void sum_tile(const std::byte* act, int64_t row_bytes, const std::byte* w, int64
     const auto w0 = S::weights(w);
     const auto w1 = S::weights(w + kLanes * 4);
     prefetch(w + kAhead);
-    if constexpr (kLanes == 16) prefetch(w + kAhead + 64);
+    prefetch_second_level(next);
+    if constexpr (kLanes == 16) {
+      prefetch(w + kAhead + 64);
+      prefetch_second_level(next + 64);
+    }
     PM_EACH_ROW(PM_ROW_STEP)
-    w += kStepBytes;
+    w += kStepBytes, next += kStepBytes;
     a0 += S::kActBytes, a3 += S::kActBytes, a6 += S::kActBytes, a9 += S::kActBytes;
   }
   PM_EACH_ROW(PM_ROW_STORE)

@@ -9,16 +9,9 @@
 namespace pm {
 namespace {
 
-// Rows per ticket, so that one is worth drawing (about 16 KiB of input).
-int64_t rows_per_ticket(int64_t columns) { return 1 + 4096 / (columns + 1); }
-
 template <class F>
-void for_rows(Team& team, const Frame& frame, int64_t columns, F f) {
-  const int64_t chunk = rows_per_ticket(columns), last = frame.first + frame.count;
-  team.for_each((frame.count + chunk - 1) / chunk, [&](int64_t task) {
-    const int64_t begin = frame.first + task * chunk, end = begin + chunk < last ? begin + chunk : last;
-    for (int64_t row = begin; row < end; ++row) f(row);
-  });
+void for_rows(Team& team, const Frame& frame, F f) {
+  team.for_each(frame.count, [&](int64_t i) { f(frame.first + i); });
 }
 
 class Embed final : public Instruction {
@@ -27,7 +20,7 @@ class Embed final : public Instruction {
   const char* name() const override { return "embed"; }
   std::vector<int> buffers() const override { return {s_.out}; }
   void run(Team& team, const Frame& frame) const override {
-    for_rows(team, frame, s_.table->k, [&](int64_t row) {
+    for_rows(team, frame, [&](int64_t row) {
       float* out = frame.floats(s_.out, row);
       unpack_row(*s_.table, frame.in->token_ids[row], out);
       if (s_.scale != 1.0f) pick_rows().scale_softcap(out, s_.table->k, s_.scale, 0);
@@ -52,7 +45,7 @@ class Rows final : public Instruction {
   void run(Team& team, const Frame& frame) const override {
     const RowsTable& rows = pick_rows();
     const LinearTable& linear = pick_linear();
-    for_rows(team, frame, s_.columns, [&](int64_t row) {
+    for_rows(team, frame, [&](int64_t row) {
       const float* x = frame.floats(s_.source, s_.gather ? frame.in->logits_rows[row] : row);
       float* to = s_.out != kNone ? frame.floats(s_.out, row) : frame.scratch(team);
       if (!s_.norm.empty()) {
@@ -86,11 +79,14 @@ class Linear final : public Instruction {
     const bool logits = s_.out == kNone;
     float* out = logits ? frame.in->logits + frame.first * frame.in->logits_stride : frame.floats(s_.out, frame.first);
     const int64_t ldo = logits ? frame.in->logits_stride : frame.row_bytes(s_.out) / 4;
-    linear_run(team, {x, s_.weight, out, ldo, s_.accumulate, s_.gate});
+    linear_run(team, {x, s_.weight, out, ldo, s_.accumulate, s_.gate, next_});
   }
+  const PackedLinear* weights() const override { return s_.weight; }
+  void set_next_weights(const PackedLinear* next) override { next_ = next; }
 
  private:
   LinearSpec s_;
+  const PackedLinear* next_ = nullptr;
 };
 
 class Add final : public Instruction {
@@ -100,7 +96,7 @@ class Add final : public Instruction {
   const char* name() const override { return "add"; }
   std::vector<int> buffers() const override { return {s_.out, s_.y}; }
   void run(Team& team, const Frame& frame) const override {
-    for_rows(team, frame, s_.columns, [&](int64_t row) {
+    for_rows(team, frame, [&](int64_t row) {
       float* out = frame.floats(s_.out, row);
       pick_rows().add(out, frame.floats(s_.y, row), s_.scale, s_.columns, out);
     });
@@ -127,7 +123,7 @@ class Rope final : public Instruction {
     call.qkv = frame.floats(s_.qkv, frame.first) - frame.first * call.stride;
     call.positions = frame.in->positions;
     call.slots = frame.in->groups[static_cast<size_t>(s_.group)].slots;
-    for_rows(team, frame, call.stride, [&](int64_t row) { pick_rows().rope(call, row, frame.scratch(team)); });
+    for_rows(team, frame, [&](int64_t row) { pick_rows().rope(call, row, frame.scratch(team)); });
   }
 
  private:
@@ -164,7 +160,7 @@ class ScaleSoftcap final : public Instruction {
   const char* name() const override { return "scale_softcap"; }
   std::vector<int> buffers() const override { return {}; }
   void run(Team& team, const Frame& frame) const override {
-    for_rows(team, frame, s_.columns, [&](int64_t row) {
+    for_rows(team, frame, [&](int64_t row) {
       pick_rows().scale_softcap(frame.in->logits + row * frame.in->logits_stride, s_.columns, s_.scale, s_.softcap);
     });
   }

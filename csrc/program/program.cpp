@@ -118,6 +118,11 @@ void Program::finish() {
   if (finished_) return;
   cut_segments();
   place_buffers();
+  const PackedLinear* next = nullptr;
+  for (auto op = instructions_.rbegin(); op != instructions_.rend(); ++op) {
+    (*op)->set_next_weights(next);
+    if ((*op)->weights()) next = (*op)->weights();
+  }
   finished_ = true;
 }
 

@@ -18,6 +18,8 @@
 
 namespace pm {
 
+struct PackedLinear;
+
 // One kind of layers' view of the KV cache in this step.
 struct GroupInputs {
   const int32_t* slots = nullptr;         // [num_tokens] block_id * block_size + offset; -1: not written
@@ -67,6 +69,9 @@ class Instruction {
   // Reads rows that another tile writes, so it stands alone between two segments.
   virtual bool whole_step() const { return false; }
   virtual std::vector<int> buffers() const = 0;  // read or written
+  // The weights it multiplies with, if it is a product; and those of the product after it, to be fetched ahead.
+  virtual const PackedLinear* weights() const { return nullptr; }
+  virtual void set_next_weights(const PackedLinear*) {}
 };
 
 class Program {
