@@ -108,6 +108,10 @@ class ServerConfig:
     """Largest request body."""
     max_num_queued_reqs: int = knob(2048, low=1)
     """Most requests waiting or running; one more is answered 429 with Retry-After."""
+    max_stored_responses: int = knob(1024, low=0)
+    """Most responses of /v1/responses kept in memory; the oldest finished ones make room."""
+    max_stored_response_bytes: int = knob(64 * 1024 * 1024, low=0)
+    """Most bytes of them, the conversations they belong to included."""
     shutdown_timeout: float = knob(30.0, low=0.0)
     """Seconds that open requests get to finish after SIGTERM."""
     timeout_keep_alive: int = knob(120, low=1)

@@ -11,6 +11,7 @@
     │   └── UnsupportedModelError 500  an architecture or a feature of it is not implemented
     ├── RequestError              400  what the caller sent is wrong (carries ``param``)
     │   ├── PromptTooLongError    400  prompt (plus output) does not fit the context or the KV cache
+    │   ├── NotFoundError         404  nothing is kept under this id
     │   ├── PayloadTooLargeError  413  the body is larger than the server reads
     │   └── QueueFullError        429  the server has as many requests waiting as it may
     └── EngineError               500  the engine failed, not the caller
@@ -32,6 +33,7 @@ __all__ = [
     "ModelFormatError",
     "ModelNotFoundError",
     "NonFiniteLogitsError",
+    "NotFoundError",
     "PagemillError",
     "PayloadTooLargeError",
     "PromptTooLongError",
@@ -86,6 +88,12 @@ class RequestError(PagemillError):
 
 class PromptTooLongError(RequestError):
     """The prompt, or the prompt and the requested output, does not fit."""
+
+
+class NotFoundError(RequestError):
+    """Nothing is kept under this id, or not for this caller."""
+
+    status = 404
 
 
 class PayloadTooLargeError(RequestError):

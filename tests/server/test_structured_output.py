@@ -56,6 +56,26 @@ def test_parse_gives_an_object_of_the_callers_class(client: openai.OpenAI) -> No
     assert answer.choices[0].finish_reason == "stop"
 
 
+def no_blanks(running: ServeProcess) -> dict[str, int]:
+    """A bias without which a model that knows nothing spends its tokens between those of JSON."""
+    found = httpx.post(running.url + "/tokenize", json={"prompt": " \n \t\r", "add_special_tokens": False}).json()
+    return {str(token): -100 for token in found["tokens"]}
+
+
+def test_the_responses_api_parses_too_and_goes_on_from_what_it_stored(
+    running: ServeProcess, client: openai.OpenAI
+) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "temperature": 0, "text_format": Verdict}
+    asked["extra_body"] = {"logit_bias": no_blanks(running)}
+    first = client.responses.parse(input="hi", **asked)
+    assert isinstance(first.output_parsed, Verdict)
+    second = client.responses.parse(input="and", previous_response_id=first.id, **asked)
+    assert isinstance(second.output_parsed, Verdict)
+    assert second.usage is not None
+    assert first.usage is not None
+    assert second.usage.input_tokens > first.usage.input_tokens
+
+
 @pytest.mark.parametrize(
     ("values", "allowed"),
     [
@@ -85,7 +105,6 @@ def test_a_streamed_answer_is_the_same(running: ServeProcess, client: openai.Ope
 def test_a_forced_call_is_one_and_its_arguments_fit_however_the_model_is(
     running: ServeProcess, client: openai.OpenAI, choice: Any
 ) -> None:
-    blanks = httpx.post(running.url + "/tokenize", json={"prompt": " \n \t\r", "add_special_tokens": False}).json()
     colours = {"type": "array", "items": {"$ref": "#/$defs/Colour"}, "maxItems": 2, "uniqueItems": True}
     parameters = {
         "type": "object",
@@ -102,7 +121,7 @@ def test_a_forced_call_is_one_and_its_arguments_fit_however_the_model_is(
         "tool_choice": choice,
         "parallel_tool_calls": False,
         "temperature": 0,
-        "logit_bias": {str(token): -100 for token in blanks["tokens"]},
+        "logit_bias": no_blanks(running),
     }
     (answer,) = client.chat.completions.create(**asked).choices
     assert answer.finish_reason == ("tool_calls" if choice == "required" else "stop")

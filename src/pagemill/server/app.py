@@ -37,6 +37,9 @@ from pagemill.server.engine_port import Engine
 from pagemill.server.errors import error_response, problem_response
 from pagemill.server.gate import Gate
 from pagemill.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from pagemill.server.responses_api import handlers as responses
+from pagemill.server.responses_api.request import ResponsesRequest
+from pagemill.server.responses_api.schemas import DeletedResponse, InputTokens, ResponseItemList, ResponseObject
 
 __all__ = ["build_app"]
 
@@ -47,12 +50,16 @@ Handler = Callable[[ServerContext, Request], Awaitable[Response]]
 POSTS: tuple[tuple[str, Handler, type[BaseModel], type[BaseModel]], ...] = (
     ("/v1/completions", completions.create_completion, CompletionRequest, CompletionResponse),
     ("/v1/chat/completions", chat.create_chat_completion, ChatCompletionRequest, ChatCompletionResponse),
+    ("/v1/responses", responses.create_response, ResponsesRequest, ResponseObject),
+    ("/v1/responses/input_tokens", responses.count_input_tokens, ResponsesRequest, InputTokens),
     ("/tokenize", tokenization.tokenize, TokenizeRequest, TokenizeResponse),
     ("/detokenize", tokenization.detokenize, DetokenizeRequest, DetokenizeResponse),
 )
 GETS: tuple[tuple[str, Handler, type[BaseModel] | None], ...] = (
     ("/v1/models", info.list_models, ModelList),
     ("/v1/models/{model_id:path}", info.get_model, ModelCard),
+    ("/v1/responses/{response_id}", responses.get_response, ResponseObject),
+    ("/v1/responses/{response_id}/input_items", responses.list_input_items, ResponseItemList),
     ("/health", info.health, HealthResponse),
     ("/ping", info.health, HealthResponse),
     ("/ready", info.ready, HealthResponse),
@@ -60,7 +67,11 @@ GETS: tuple[tuple[str, Handler, type[BaseModel] | None], ...] = (
     ("/kv_blocks", info.kv_blocks, BlockMapResponse),
     ("/version", info.server_version, VersionResponse),
 )
-STREAMED = frozenset({"/v1/completions", "/v1/chat/completions"})
+OTHERS: tuple[tuple[str, str, Handler, type[BaseModel]], ...] = (
+    ("POST", "/v1/responses/{response_id}/cancel", responses.cancel_response, ResponseObject),
+    ("DELETE", "/v1/responses/{response_id}", responses.delete_response, DeletedResponse),
+)
+STREAMED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 PROBLEMS = (400, 401, 404, 413, 429, 500, 503)
 
 
@@ -81,13 +92,13 @@ def build_app(engine: Engine, config: ServerConfig) -> Gate:
             response_class=Response,
             openapi_extra={"requestBody": _body_schema(asked)},
         )
-    for path, get_handler, shown in GETS:
+    for method, path, other, shown in (*(("GET", *each) for each in GETS), *OTHERS):
         app.add_api_route(
             path,
-            _bound(get_handler, context),
-            methods=["GET"],
-            name=f"{get_handler.__name__}{path.replace('/', '_')}",
-            description=get_handler.__doc__,
+            _bound(other, context),
+            methods=[method],
+            name=f"{other.__name__}{path.replace('/', '_')}",
+            description=other.__doc__,
             responses=_documented(path, shown),
             response_class=Response,
         )
@@ -155,7 +166,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         schema = FastAPI.openapi(app)
         requests = [(asked, "validation") for _, _, asked, _ in POSTS]
         answers = [(answered, "serialization") for _, _, _, answered in POSTS]
-        others = [(shown, "serialization") for _, _, shown in GETS if shown is not None]
+        others = [(shown, "serialization") for *_, shown in (*GETS, *OTHERS) if shown is not None]
         unique = dict.fromkeys([*requests, *answers, *others, (ErrorResponse, "serialization")])
         _, definitions = models_json_schema(list(unique), ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
         schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -28,13 +29,20 @@ from pagemill.server.sse import ChunkWriter, EventStream
 from pagemill.server.structured import writes_json
 from pagemill.server.tools import NO_TOOLS
 
-__all__ = ["create_chat_completion"]
+__all__ = ["PreparedChat", "create_chat_completion", "prepare_chat"]
 
 
-async def create_chat_completion(context: ServerContext, request: Request) -> Response:
-    """Read, check, render, tokenise; then answer whole or as a stream."""
-    asked = await context.read(request, ChatCompletionRequest)
-    context.check_model(asked.model)
+@dataclass(slots=True)
+class PreparedChat:
+    """A conversation, ready to be answered."""
+
+    job: Job
+    parsers: list[AnswerParser | None]
+    """One for each choice; None where the text is the content."""
+
+
+async def prepare_chat(context: ServerContext, asked: ChatCompletionRequest) -> PreparedChat:
+    """Check, render, tokenise. Raises RequestError."""
     params = asked.sampling_params(context.defaults)
     text = await context.render_chat(asked)
     use, bound = asked.tool_use, writes_json(params)
@@ -53,9 +61,16 @@ async def create_chat_completion(context: ServerContext, request: Request) -> Re
         priority=asked.priority or 0,
         cache_salt=asked.cache_salt,
     )
-    headers = answer_headers(job.request_id, asked)
-    parsers = [formats.parser(text, use, bound=bound) for _ in range(params.n)]
-    answer = _Answer(context, asked, job, parsers)
+    return PreparedChat(job, [formats.parser(text, use, bound=bound) for _ in range(params.n)])
+
+
+async def create_chat_completion(context: ServerContext, request: Request) -> Response:
+    """Read, check, render, tokenise; then answer whole or as a stream."""
+    asked = await context.read(request, ChatCompletionRequest)
+    context.check_model(asked.model)
+    prepared = await prepare_chat(context, asked)
+    headers = answer_headers(prepared.job.request_id, asked)
+    answer = _Answer(context, asked, prepared)
     if asked.stream:
         return EventStream(answer.events(), headers)
     return json_response(await unless_gone(request.receive, answer.whole()), headers)
@@ -64,14 +79,11 @@ async def create_chat_completion(context: ServerContext, request: Request) -> Re
 class _Answer:
     """One response in the making."""
 
-    def __init__(
-        self, context: ServerContext, asked: ChatCompletionRequest, job: Job, parsers: list[AnswerParser | None]
-    ) -> None:
-        self.parsers = parsers
-        """One for each choice; None where the text is the content."""
+    def __init__(self, context: ServerContext, asked: ChatCompletionRequest, prepared: PreparedChat) -> None:
         self.context = context
         self.asked = asked
-        self.job = job
+        self.job = prepared.job
+        self.parsers = prepared.parsers
         self.created = int(time.time())
         self.usage = Usage()
         self.role, self.echoed = _answering_role(asked)

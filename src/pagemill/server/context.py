@@ -22,6 +22,7 @@ from pagemill.server.engine_port import Engine
 from pagemill.server.generation import Admission, off_loop
 from pagemill.server.parsers.registry import Formats
 from pagemill.server.protocol import ChatCompletionRequest, RequestT, TokenizeRequest, parse
+from pagemill.server.responses_api.store import ResponseStore
 from pagemill.server.structured import schema_hint, with_hint
 
 __all__ = ["ServerContext", "chat_messages", "json_response", "text_of"]
@@ -49,6 +50,7 @@ class ServerContext:
         self.defaults = _usable(engine.text.default_values())
         """Sampling parameters of requests that do not say."""
         self.block_map = BlockMap(engine)
+        self.responses = ResponseStore(config.max_stored_responses, config.max_stored_response_bytes)
         self.draining = False
         """Set once, on SIGTERM: open requests go on, new ones are answered 503."""
 
@@ -84,6 +86,11 @@ class ServerContext:
             raise RequestError(f"{min(taken)!r} is a field of its own", param="chat_template_kwargs")
         if request.documents is not None:
             variables["documents"] = request.documents
+        effort = request.reasoning_effort if isinstance(request, ChatCompletionRequest) else None
+        if effort is not None:
+            variables.setdefault("reasoning_effort", effort)
+            if effort == "none":
+                variables.setdefault("enable_thinking", False)
         chars = sum(CHARS_OF_A_PART * _parts_of(message) + len(text_of(message)) for message in messages)
         chosen = template
 

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagemill.errors import PagemillError, ShuttingDownError
@@ -21,7 +22,7 @@ from pagemill.server.body import ClientDisconnect
 from pagemill.server.context import ServerContext
 from pagemill.server.errors import error_response, problem_response
 
-__all__ = ["Gate", "Keys"]
+__all__ = ["Gate", "Keys", "caller"]
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 """Probes have no key."""
@@ -37,6 +38,10 @@ class Keys:
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
 
+    def caller(self, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+        """The digest of what was sent; empty for everybody where no key is asked for."""
+        return _digest(_credentials(headers) or b"") if self._digests else b""
+
     def admit(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
         """Whether no key is asked for, or one of them was sent: as a bearer token, or by a browser as a password."""
         if not self._digests:
@@ -47,6 +52,12 @@ class Keys:
         digest = _digest(given)
         matches = sum(hmac.compare_digest(digest, known) for known in self._digests)
         return matches > 0
+
+
+def caller(request: Request) -> bytes:
+    """Who asks: the digest of the key that let the request in; empty where none is needed."""
+    digest: bytes = request.scope["pagemill.caller"]
+    return digest
 
 
 def _digest(key: bytes) -> bytes:
@@ -100,6 +111,7 @@ class Gate:
             answer.headers["connection"] = "close"
             await answer(scope, receive, send)
             return
+        scope["pagemill.caller"] = self._keys.caller(scope["headers"])
         await self._guarded(scope, receive, send)
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -8,6 +8,7 @@ response header, as clients of other servers send many.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
@@ -229,6 +230,9 @@ class ChatCompletionRequest(_Sampling):
         None, description="auto (the default), none, required, or one function by its name."
     )
     parallel_tool_calls: bool | None = Field(None, description="Allow several calls in one answer. Default true.")
+    reasoning_effort: str | None = Field(
+        None, max_length=32, description="For the template; none turns thinking off where the template can."
+    )
     include_reasoning: bool | None = Field(None, description="Return what the model thought. Default true (vLLM).")
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
@@ -302,9 +306,9 @@ SILENT = frozenset({"store", "metadata", "service_tier", "safety_identifier", "p
 """OpenAI's own fields that mean nothing here and that clients send by themselves."""
 
 
-def answer_headers(request_id: str, asked: _Model) -> dict[str, str]:
+def answer_headers(request_id: str, asked: _Model, *, known: Collection[str] = ()) -> dict[str, str]:
     """The request's id, and the names of the fields that were sent and are not known."""
-    names = [name for name in asked.model_extra or {} if name not in SILENT and name not in _NOT_BUILT]
+    names = [name for name in asked.model_extra or {} if name not in SILENT | _NOT_BUILT | set(known)]
     shown = (_HEADER_UNSAFE.sub("", name[:64]) for name in names[:16])
     ignored = ", ".join(filter(None, shown))
     headers = {"x-request-id": request_id}

@@ -1,8 +1,8 @@
 """Server-sent events as OpenAI writes them, cheaply: of each event only what changes is encoded.
 
 :class:`EventStream` sends what an async generator of bytes yields straight to ASGI; it owns the ends of a stream: a
-failure before the first event is an ordinary HTTP error, one after it is an error event, and ``[DONE]`` comes last in
-any case. Headers leave with the first event, not before, so that a refused request has its real status.
+failure before the first event is an ordinary HTTP error, one after it is an error event, and ``done`` comes last in any
+case. Headers leave with the first event, not before, so that a refused request has its real status.
 :class:`ChunkWriter` is the template of one response's events. Nothing here knows the engine.
 """
 
@@ -35,9 +35,10 @@ logger = logging.getLogger("pagemill.server")
 class EventStream(Response):
     """A response whose body is a stream of events."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str], *, done: bytes = DONE) -> None:
         super().__init__(status_code=200)
         self._events = events
+        self._done = done
         self._extra = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,7 +59,7 @@ class EventStream(Response):
             return
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS + self._extra})
         message: dict[str, Any] = {"type": "http.response.body", "body": first, "more_body": True}
-        last = DONE
+        last = self._done
         try:
             await send(message)
             async for piece in events:
@@ -66,7 +67,7 @@ class EventStream(Response):
                 await send(message)
         except Exception as error:  # noqa: BLE001
             _log(error)
-            last = b"data: " + problem_body(error) + b"\n\n" + DONE
+            last = b"data: " + problem_body(error) + b"\n\n" + self._done
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
