@@ -28,10 +28,15 @@ REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1", "mistral")
 
 
 def knob(
-    default: Any, *, low: float | None = None, high: float | None = None, choices: tuple[str, ...] | None = None
+    default: Any,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] | None = None,
+    secret: bool = False,
 ) -> Any:
-    """A field with its bounds (inclusive)."""
-    return field(default=default, metadata={"low": low, "high": high, "choices": choices})
+    """A field with its bounds (inclusive). A secret one is not part of the text that stands for the config."""
+    return field(default=default, repr=not secret, metadata={"low": low, "high": high, "choices": choices})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +99,27 @@ class ServerConfig:
     """Port to listen on; 0 takes a free one."""
     served_model_name: str | None = knob(None)
     """Name that clients use. Default: the model's own."""
-    api_key: tuple[str, ...] = knob(())
-    """Keys that clients must send as a bearer token. None: no key is asked for."""
+    api_key: tuple[str, ...] = knob((), secret=True)
+    """Keys that clients must send as a bearer token. None: no key is asked for. Others can see a command line: prefer
+    --api-key-file."""
+    api_key_file: str | None = knob(None)
+    """File with a key a line, or name:sha256 (the key's hash); read again on SIGHUP and when it changes."""
+    share_prefix_cache: bool = knob(False)
+    """Let requests with different API keys find each other's cached prefixes (and tell, by time, what others asked)."""
+    allowed_origins: tuple[str, ...] = knob(())
+    """Web sites whose pages may use the server from a browser (CORS); * for all. None: only its own page."""
+    allowed_methods: tuple[str, ...] = knob(("*",))
+    """HTTP methods that those pages may use."""
+    allowed_headers: tuple[str, ...] = knob(("*",))
+    """Request headers that those pages may send."""
+    allow_credentials: bool = knob(False)
+    """Let those pages send what the browser has stored for this server."""
+    ssl_certfile: str | None = knob(None)
+    """Certificate chain (PEM): the server speaks HTTPS. Read again on SIGHUP."""
+    ssl_keyfile: str | None = knob(None)
+    """Private key of the certificate, when not in the same file."""
+    ssl_ca_certs: str | None = knob(None)
+    """Certificates (PEM) that clients' certificates must come from. Default: clients need none."""
     chat_template: str | None = knob(None)
     """A Jinja file (or the template itself) in place of the model's own."""
     enable_auto_tool_choice: bool = knob(True)
@@ -106,8 +130,20 @@ class ServerConfig:
     """How the model marks what it thinks before it answers. auto: as its chat template says; none: leave it in."""
     max_body_bytes: int = knob(4 * 1024 * 1024, low=1024)
     """Largest request body."""
+    h11_max_incomplete_event_size: int = knob(64 * 1024, low=1024)
+    """Most bytes of a request's head: its line and its headers (the name is vLLM's)."""
+    h11_max_header_count: int = knob(256, low=8)
+    """Most headers of a request."""
+    max_connections: int = knob(4096, low=1)
+    """Most connections; for one more, the one idle longest is closed."""
+    timeout_read: float = knob(60.0, low=0.01)
+    """Seconds that a client may take to send a request's head, and again to send its body."""
+    request_timeout: float = knob(0.0, low=0.0)
+    """Seconds that a request may take in all; then it is aborted and answered 504. 0: as long as it needs."""
     max_num_queued_reqs: int = knob(2048, low=1)
     """Most requests waiting or running; one more is answered 429 with Retry-After."""
+    max_num_queued_tokens: int | None = knob(None, low=1)
+    """Most prompt tokens waiting for their first output token; past it, 429. Default: no such limit."""
     max_stored_responses: int = knob(1024, low=0)
     """Most responses of /v1/responses kept in memory; the oldest finished ones make room."""
     max_stored_response_bytes: int = knob(64 * 1024 * 1024, low=0)

@@ -16,6 +16,7 @@
     │   └── QueueFullError        429  the server has as many requests waiting as it may
     └── EngineError               500  the engine failed, not the caller
         ├── NonFiniteLogitsError  500  the model produced NaN or infinity for this request
+        ├── RequestTimeoutError   504  the request took longer than the server allows
         ├── EngineDeadError       503  the engine process is gone or starting again; retry
         └── ShuttingDownError     503  the server is draining; no new requests
 
@@ -39,6 +40,7 @@ __all__ = [
     "PromptTooLongError",
     "QueueFullError",
     "RequestError",
+    "RequestTimeoutError",
     "ShuttingDownError",
     "UnsupportedModelError",
 ]
@@ -118,6 +120,12 @@ class EngineError(PagemillError):
 
 class NonFiniteLogitsError(EngineError):
     """The model produced NaN or infinity for this request; only this request ends."""
+
+
+class RequestTimeoutError(EngineError):
+    """The request was not done within the server's limit; what it had is dropped."""
+
+    status = 504
 
 
 class EngineDeadError(EngineError):

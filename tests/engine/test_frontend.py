@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from pagemill.config import EngineConfig
+from pagemill.engine.caller import CALLER, Caller
 from pagemill.engine.frontend import AsyncLLM
 from pagemill.engine.offline import LLM
 from pagemill.engine.process import EngineProcess
@@ -123,6 +124,33 @@ async def test_bad_requests_are_refused_at_once_and_the_next_is_served(engine: A
         await engine.submit("x", PARAMS, "a lone surrogate: \ud800")
     assert engine.metrics.num_open == 0
     assert await collect(engine, "the fox", PARAMS)
+
+
+async def test_prompts_past_the_limit_of_queued_tokens_are_refused_but_never_a_lone_one(engine: AsyncLLM) -> None:
+    engine.max_num_queued_tokens = 20
+    try:
+        first = await engine.submit([5] * 25, LONG, "first")
+        with pytest.raises(QueueFullError, match="--max-num-queued-tokens") as refused:
+            await engine.submit([6] * 5, PARAMS, "second")
+        assert refused.value.retry_after_s >= 1
+        assert engine.metrics.rejections["max_num_queued_tokens"] == 1
+        await anext(first)
+        assert (await collect(engine, [6] * 5, PARAMS, "final"))[0].finished
+        first.close()
+    finally:
+        engine.max_num_queued_tokens = None
+    await until(lambda: engine.metrics.num_open == 0)
+
+
+async def test_different_tenants_find_nothing_of_each_other_in_the_cache(engine: AsyncLLM) -> None:
+    async def cached(tenant: str) -> int:
+        token = CALLER.set(Caller(tenant=tenant))
+        try:
+            return (await collect(engine, [9] * 60, PARAMS, "final"))[0].num_cached_tokens
+        finally:
+            CALLER.reset(token)
+
+    assert [await cached(tenant) for tenant in ("a", "b", "a", "b", "")] == [0, 0, 48, 48, 0]
 
 
 async def test_an_abort_by_name_ends_the_stream_with_what_it_has(engine: AsyncLLM) -> None:

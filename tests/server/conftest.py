@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 
 from pagemill.config import ServerConfig
+from pagemill.server import listen
 from pagemill.server.app import build_app
 from pagemill.server.gate import Gate
 from tests.server.fake_engine import FakeEngine
@@ -34,7 +35,8 @@ class _Server(uvicorn.Server):
 class Served:
     """A running server: its address, its application, its engine, and clients."""
 
-    def __init__(self, url: str, app: Gate, engine: FakeEngine) -> None:
+    def __init__(self, url: str, app: Gate, engine: FakeEngine, server: uvicorn.Server) -> None:
+        self.server = server
         self.url = url
         self.app = app
         self.engine = engine
@@ -51,20 +53,13 @@ async def serving(engine: FakeEngine, config: ServerConfig | None = None) -> Asy
     """Listen on a free port for the duration of the block."""
     config = config or ServerConfig()
     app = build_app(engine, config)
+    tls = listen.tls_context(config)
     listener = socket.create_server(("127.0.0.1", 0))
-    settings = uvicorn.Config(
-        app,
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        timeout_keep_alive=config.timeout_keep_alive,  # uvicorn's own 5 s would race with the client's 5 s
-        timeout_graceful_shutdown=1,
-    )
-    server = _Server(settings)
+    server = _Server(listen.settings(app, config, tls, closing_s=1))
     task = asyncio.create_task(server._serve(sockets=[listener]))
-    served = Served(f"http://127.0.0.1:{listener.getsockname()[1]}", app, engine)
+    served = Served(
+        f"{'http' if tls is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}", app, engine, server
+    )
     try:
         await server.listens.wait()
         yield served

@@ -12,6 +12,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from pagemill.engine.caller import CALLER, Caller
+from pagemill.engine.metrics import Metrics
 from pagemill.errors import EngineDeadError, PagemillError, PromptTooLongError, RequestError
 from pagemill.models.chat_template import ChatTemplate
 from pagemill.params import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
@@ -65,11 +67,6 @@ class FakeHealth:
     reason: str | None = None
 
 
-class FakeMetrics:
-    def render(self) -> str:
-        return "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 0.0\n"
-
-
 class FakeText:
     def __init__(self) -> None:
         self.defaults: dict[str, Any] = {}
@@ -88,7 +85,7 @@ class FakeEngine:
         self.chat_template: ChatTemplate | None = ChatTemplate(TEMPLATE, self.tokenizer)  # type: ignore[arg-type]
         self.max_model_len = max_model_len
         self.model_name = "fake/model"
-        self.metrics = FakeMetrics()
+        self.metrics = Metrics(model_name=self.model_name, max_model_len=max_model_len)
         self.state = FakeHealth()
         self.gate = asyncio.Event()
         self.gate.set()
@@ -99,6 +96,7 @@ class FakeEngine:
         self.seen: list[tuple[list[int], SamplingParams, str]] = []
         self.num_blocks = 10
         self.calls = 0
+        self.callers: list[Caller] = []
         self.stopped = False
 
     def health(self) -> FakeHealth:
@@ -132,6 +130,7 @@ class FakeEngine:
         if max(prompt) >= ByteTokenizer.vocab_size:
             raise RequestError(f"the prompt holds the token id {max(prompt)}; ids are 0 to 259", param="prompt")
         self.seen.append((prompt, params, request_id))
+        self.callers.append(CALLER.get())
         if not self.state.alive:
             raise EngineDeadError("the engine is starting again; retry")
         if params.truncate_prompt_tokens:

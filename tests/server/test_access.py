@@ -1,12 +1,14 @@
-"""API keys: denied by default on every route but the probes."""
+"""API keys, tenants and other sites' pages: denied by default on every route but the probes."""
 
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import AsyncIterator
 
 import openai
 import pytest
+from starlette.routing import Route
 
 from pagemill.config import ServerConfig
 from tests.server.conftest import Served, serving
@@ -76,6 +78,79 @@ async def test_a_browser_sends_the_key_as_a_password_but_not_for_other_sites(loc
     broken = await locked.http.get("/", headers={"authorization": "Basic %%%"})
     assert broken.status_code == 401
     assert broken.headers["www-authenticate"].startswith("Basic")
+
+
+async def test_every_route_of_the_application_but_the_probes_is_closed(locked: Served) -> None:
+    routes = [route for route in locked.app._app.routes if isinstance(route, Route)]  # type: ignore[attr-defined]
+    assert len(routes) > 10
+    for route in routes:
+        path = re.sub(r"{[^}]*}", "x", route.path)
+        for method in route.methods or ():
+            answer = await locked.http.request(method, path)
+            expected = {200} if path in {"/health", "/ready", "/ping"} else {401}
+            assert {answer.status_code} == expected, f"{method} {path}"
+
+
+@pytest.mark.parametrize("headers", [[("authorization", "Bearer first"), ("authorization", "Bearer wrong")]])
+async def test_two_keys_in_one_request_are_none(locked: Served, headers: list[tuple[str, str]]) -> None:
+    for given in (headers, headers[::-1]):
+        assert (await locked.http.get("/v1/models", headers=given)).status_code == 401
+
+
+async def test_requests_with_different_keys_share_no_prefixes(locked: Served) -> None:
+    for key in ("first", "second", "first"):
+        headers = {"authorization": f"Bearer {key}"}
+        await locked.http.post("/v1/completions", json={"prompt": ["a", "b"]}, headers=headers)
+    tenants = [caller.tenant for caller in locked.engine.callers]
+    assert tenants[0] == tenants[1] == tenants[4] != tenants[2]
+    assert all(tenants)
+    shown = str(locked.engine.callers) + str(locked.app.context.config) + str(vars(locked.app.context.keys))
+    assert "first" not in shown
+    assert "second" not in shown
+
+
+async def test_prefixes_are_shared_between_keys_where_the_server_says_so() -> None:
+    async with serving(FakeEngine(), ServerConfig(api_key=("first", "second"), share_prefix_cache=True)) as served:
+        for key in ("first", "second"):
+            headers = {"authorization": f"Bearer {key}"}
+            await served.http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+        assert {caller.tenant for caller in served.engine.callers} == {""}
+
+
+async def test_a_page_of_another_site_cannot_make_the_server_work(served: Served) -> None:
+    there = {"sec-fetch-site": "cross-site", "origin": "https://evil.test", "content-type": "text/plain"}
+    assert (await served.http.post("/v1/completions", json={"prompt": "a"}, headers=there)).status_code == 403
+    assert not served.engine.seen
+    assert (await served.http.get("/", headers=there | {"sec-fetch-mode": "navigate"})).status_code == 200
+    here = {"sec-fetch-site": "same-origin", "origin": served.url}
+    answer = await served.http.post("/v1/completions", json={"prompt": "a"}, headers=here)
+    assert answer.status_code == 200
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+async def test_pages_of_allowed_origins_may_ask_and_read_even_what_was_refused() -> None:
+    config = ServerConfig(api_key=("first",), allowed_origins=("https://good.test",))
+    async with serving(FakeEngine(), config) as served:
+        there = {"sec-fetch-site": "cross-site", "origin": "https://good.test"}
+        asking = there | {
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization,content-type",
+        }
+        preflight = await served.http.options("/v1/completions", headers=asking)
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == "https://good.test"
+        refused = await served.http.post("/v1/completions", json={"prompt": "a"}, headers=there)
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == "https://good.test"
+        key = {"authorization": "Bearer first"}
+        answer = await served.http.post("/v1/completions", json={"prompt": "a"}, headers=there | key)
+        assert answer.status_code == 200
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+        evil = await served.http.post(
+            "/v1/completions", json={"prompt": "a"}, headers=there | key | {"origin": "https://evil.test"}
+        )
+        assert evil.status_code == 403
+        assert "access-control-allow-origin" not in evil.headers
 
 
 async def test_without_keys_configured_all_is_open(served: Served) -> None:

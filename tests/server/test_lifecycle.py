@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -79,6 +80,21 @@ async def test_a_full_queue_is_429_with_retry_after(small: Served) -> None:
     small.engine.gate.set()
     assert [task.status_code for task in await asyncio.gather(*tasks)] == [200, 200]
     assert (await small.http.post(COMPLETIONS, json={"prompt": "a"})).status_code == 200
+
+
+async def test_a_refusal_says_when_to_come_back_by_the_measured_rate_and_is_counted(small: Served) -> None:
+    metrics = small.engine.metrics
+    for tick in range(50):  # completions end every 4 s
+        metrics._ends.add(time.monotonic() - 4 * (49 - tick), 1)
+    small.engine.gate.clear()
+    task = asyncio.create_task(small.http.post(COMPLETIONS, json={"prompt": "a", "n": 2}))
+    await eventually(lambda: small.engine.running)
+    answer = await small.http.post(COMPLETIONS, json={"prompt": "a", "n": 2})
+    assert answer.status_code == 429
+    assert 7 <= int(answer.headers["retry-after"]) <= 9
+    assert metrics.rejections["max_num_queued_reqs"] == 1
+    small.engine.gate.set()
+    assert (await task).status_code == 200
 
 
 async def test_n_counts_n(small: Served) -> None:

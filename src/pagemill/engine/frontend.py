@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from pagemill.config import EngineConfig, validate
+from pagemill.engine.caller import CALLER
 from pagemill.engine.client import ProcessClient
 from pagemill.engine.detokenizer import Vocabulary
 from pagemill.engine.input import InputProcessor, PreparedRequest
@@ -123,10 +124,19 @@ class RequestStream:
 class AsyncLLM:
     """An engine in a process of its own, for asyncio. Make one with :meth:`start`."""
 
-    def __init__(self, config: EngineConfig, text: ModelText, *, max_num_queued_reqs: int, log_level: str) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        text: ModelText,
+        *,
+        max_num_queued_reqs: int,
+        max_num_queued_tokens: int | None,
+        log_level: str,
+    ) -> None:
         self.config = config
         self.text = text
         self.max_num_queued_reqs = max_num_queued_reqs
+        self.max_num_queued_tokens = max_num_queued_tokens
         self._log_level = log_level
         self._client: ProcessClient | None = None
         self._down_reason = "the engine is starting"
@@ -146,6 +156,7 @@ class AsyncLLM:
         *,
         process: EngineProcess | None = None,
         max_num_queued_reqs: int = 2048,
+        max_num_queued_tokens: int | None = None,
         log_level: str = "info",
     ) -> AsyncLLM:
         """Start the engine process and wait until it serves; raises what kept it from starting.
@@ -163,7 +174,13 @@ class AsyncLLM:
             starting = asyncio.create_task(ProcessClient.start(process, config, received.append, log_level=log_level))
             try:
                 text = await asyncio.to_thread(_open_text, source, config)
-                engine = cls(config, text, max_num_queued_reqs=max_num_queued_reqs, log_level=log_level)
+                engine = cls(
+                    config,
+                    text,
+                    max_num_queued_reqs=max_num_queued_reqs,
+                    max_num_queued_tokens=max_num_queued_tokens,
+                    log_level=log_level,
+                )
                 client = await starting
             except BaseException:
                 starting.cancel()
@@ -264,6 +281,7 @@ class AsyncLLM:
     ) -> RequestStream:
         """Check a request and queue it; its errors are raised here, before anything is streamed."""
         arrival_s = time.monotonic()
+        caller = CALLER.get()
         self._check_open(params.n)
 
         def prepare() -> PreparedRequest:
@@ -274,6 +292,7 @@ class AsyncLLM:
                 arrival_s=arrival_s,
                 priority=priority,
                 cache_salt=cache_salt,
+                tenant=caller.tenant,
                 add_special_tokens=add_special_tokens,
             )
 
@@ -290,13 +309,31 @@ class AsyncLLM:
         if self._client is None:
             raise EngineDeadError(f"{self._down_reason}; it is started again, try again in a moment")
         held = self._output.num_open
-        if held + num_new > self.max_num_queued_reqs:
+        over = held + num_new - self.max_num_queued_reqs
+        if over > 0:
+            self.metrics.note_rejection("max_num_queued_reqs")
             raise QueueFullError(
                 f"{held} requests are waiting or running and {num_new} more would pass the limit of"
-                f" {self.max_num_queued_reqs} (--max-num-queued-reqs); try again in a moment"
+                f" {self.max_num_queued_reqs} (--max-num-queued-reqs); try again in a moment",
+                retry_after_s=self.metrics.retry_after_s(time.monotonic(), completions=over),
             )
 
+    def _check_tokens(self, num_new: int) -> None:
+        """One prompt is taken however long it is, where none waits: else it would never be."""
+        queued = self._output.num_queued_tokens
+        if self.max_num_queued_tokens is None or not queued or queued + num_new <= self.max_num_queued_tokens:
+            return
+        self.metrics.note_rejection("max_num_queued_tokens")
+        raise QueueFullError(
+            f"prompts of {queued} tokens wait and {num_new} more would pass the limit of {self.max_num_queued_tokens}"
+            " (--max-num-queued-tokens); try again in a moment, or with a shorter prompt",
+            retry_after_s=self.metrics.retry_after_s(
+                time.monotonic(), prompt_tokens=min(queued, queued + num_new - self.max_num_queued_tokens)
+            ),
+        )
+
     def _admit(self, prepared: PreparedRequest, kind: OutputKind, arrival_s: float) -> RequestStream:
+        self._check_tokens(len(prepared.prompt_token_ids))
         stream = RequestStream(self)
         stream.state = RequestState(
             prepared, kind=kind, arrival_s=arrival_s, vocabulary=self._output.vocabulary, on_change=stream.note

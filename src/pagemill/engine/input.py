@@ -99,6 +99,7 @@ class InputProcessor:
         arrival_s: float,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str = "",
         add_special_tokens: bool = True,
     ) -> PreparedRequest:
         """Check a request and make the engine's requests of it; :class:`RequestError` says what is wrong."""
@@ -136,6 +137,7 @@ class InputProcessor:
                     eos_token_ids=self.eos_token_ids,
                     priority=priority,
                     cache_salt=cache_salt,
+                    tenant=tenant,
                     bad_words_token_ids=bad_words,
                     seed=(seed + index) & _SEED_MASK,
                 )

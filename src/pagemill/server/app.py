@@ -36,6 +36,7 @@ from pagemill.server.context import ServerContext
 from pagemill.server.engine_port import Engine
 from pagemill.server.errors import error_response, problem_response
 from pagemill.server.gate import Gate
+from pagemill.server.keys import Keys
 from pagemill.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from pagemill.server.responses_api import handlers as responses
 from pagemill.server.responses_api.request import ResponsesRequest
@@ -75,9 +76,9 @@ STREAMED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"
 PROBLEMS = (400, 401, 404, 413, 429, 500, 503)
 
 
-def build_app(engine: Engine, config: ServerConfig) -> Gate:
-    """The ASGI application; ``app.context`` holds what the runner needs."""
-    context = ServerContext(engine, config)
+def build_app(engine: Engine, config: ServerConfig, keys: Keys | None = None) -> Gate:
+    """The ASGI application; ``app.context`` holds what the runner needs. Without ``keys``, those of ``config``."""
+    context = ServerContext(engine, config, keys)
     app = FastAPI(
         title="Pagemill", version=info.installed_version(), docs_url=None, redoc_url=None, redirect_slashes=False
     )

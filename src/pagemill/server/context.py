@@ -5,6 +5,7 @@ Owns the served model's name, the admission counter and the switch that turns ne
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -20,6 +21,7 @@ from pagemill.server.block_map import BlockMap
 from pagemill.server.body import read_body
 from pagemill.server.engine_port import Engine
 from pagemill.server.generation import Admission, off_loop
+from pagemill.server.keys import Keys
 from pagemill.server.parsers.registry import Formats
 from pagemill.server.protocol import ChatCompletionRequest, RequestT, TokenizeRequest, parse
 from pagemill.server.responses_api.store import ResponseStore
@@ -39,10 +41,11 @@ CHARS_OF_A_PART = 64
 class ServerContext:
     """One per application."""
 
-    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+    def __init__(self, engine: Engine, config: ServerConfig, keys: Keys | None = None) -> None:
         self.engine = engine
-        self.config = config
-        self.admission = Admission(config.max_num_queued_reqs)
+        self.keys = keys or Keys(config.api_key, config.api_key_file)
+        self.config = dataclasses.replace(config, api_key=())
+        self.admission = Admission(config.max_num_queued_reqs, engine.metrics)
         self.model_name = config.served_model_name or engine.model_name
         self.chat_template = engine.chat_template
         self.formats = Formats.chosen(config, self.chat_template)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
+from pagemill.engine.metrics import Metrics
 from pagemill.models.chat_template import ChatTemplate
 from pagemill.models.tokenizer import Tokenizer
 from pagemill.params import RequestOutput, SamplingParams
@@ -51,7 +52,7 @@ class Engine(Protocol):
     def model_name(self) -> str: ...
 
     @property
-    def metrics(self) -> Any: ...
+    def metrics(self) -> Metrics: ...
 
     def generate(
         self,

@@ -6,6 +6,7 @@ schema become one line. Must not show a traceback or a prompt to a caller.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -35,6 +36,7 @@ TYPES = {
     422: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
 SHOWN_CHARS = 80
 """Of a wrong value, at most this much is repeated back."""
@@ -76,7 +78,7 @@ def problem_response(error: BaseException) -> Response:
     status = error.status if isinstance(error, PagemillError) else 500
     headers = {}
     if isinstance(error, QueueFullError):
-        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     elif isinstance(error, EngineDeadError | ShuttingDownError):
         headers["retry-after"] = "1"
     return Response(problem_body(error), status, headers=headers, media_type="application/json")

@@ -6,79 +6,31 @@ default: a route is open only if it is named here.
 
 from __future__ import annotations
 
-import base64
-import binascii
-import hashlib
-import hmac
+import asyncio
 import logging
-from collections.abc import Sequence
-from urllib.parse import urlsplit
+from typing import Any
 
-from starlette.requests import Request
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagemill.errors import PagemillError, ShuttingDownError
+from pagemill.engine.caller import CALLER, Caller
+from pagemill.errors import PagemillError, RequestTimeoutError, ShuttingDownError
 from pagemill.server.body import ClientDisconnect
 from pagemill.server.context import ServerContext
 from pagemill.server.errors import error_response, problem_response
+from pagemill.server.sse import error_event
 
-__all__ = ["Gate", "Keys", "caller"]
+__all__ = ["Gate"]
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 """Probes have no key."""
 ALWAYS_ANSWERED = OPEN_PATHS | {"/metrics", "/version"}
 """Also while the server drains."""
+HARMLESS = frozenset({"GET", "HEAD", "OPTIONS"})
+"""Methods that change nothing and compute nothing."""
 
 logger = logging.getLogger("pagemill.server")
-
-
-class Keys:
-    """The API keys, hashed; comparing takes the same time whatever was sent."""
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [_digest(key.encode()) for key in keys]
-
-    def caller(self, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-        """The digest of what was sent; empty for everybody where no key is asked for."""
-        return _digest(_credentials(headers) or b"") if self._digests else b""
-
-    def admit(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
-        """Whether no key is asked for, or one of them was sent: as a bearer token, or by a browser as a password."""
-        if not self._digests:
-            return True
-        given = _credentials(headers)
-        if given is None:
-            return False
-        digest = _digest(given)
-        matches = sum(hmac.compare_digest(digest, known) for known in self._digests)
-        return matches > 0
-
-
-def caller(request: Request) -> bytes:
-    """Who asks: the digest of the key that let the request in; empty where none is needed."""
-    digest: bytes = request.scope["pagemill.caller"]
-    return digest
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
-
-
-def _credentials(headers: Sequence[tuple[bytes, bytes]]) -> bytes | None:
-    found = {name: value for name, value in headers if name in (b"authorization", b"origin", b"host")}
-    scheme, _, value = found.get(b"authorization", b"").partition(b" ")
-    if scheme.lower() == b"bearer":
-        return value.strip()
-    if scheme.lower() != b"basic":
-        return None
-    # A browser adds a stored password to what other sites send here, too: their Origin gives them away.
-    origin = found.get(b"origin")
-    if origin is not None and urlsplit(origin.decode("latin-1")).netloc != found.get(b"host", b"").decode("latin-1"):
-        return None
-    try:
-        return base64.b64decode(value.strip(), validate=True).partition(b":")[2]
-    except (binascii.Error, ValueError):
-        return None
 
 
 class Gate:
@@ -87,32 +39,69 @@ class Gate:
     def __init__(self, app: ASGIApp, context: ServerContext) -> None:
         self._app = app
         self.context = context
-        self._keys = Keys(context.config.api_key)
+        config = context.config
+        self._enter: ASGIApp = self._admit
+        self._cors: CORSMiddleware | None = None
+        if config.allowed_origins:
+            self._enter = self._cors = CORSMiddleware(
+                self._admit,
+                allow_origins=config.allowed_origins,
+                allow_methods=config.allowed_methods,
+                allow_headers=config.allowed_headers,
+                allow_credentials=config.allow_credentials,
+                expose_headers=("x-request-id", "x-pagemill-ignored", "retry-after"),
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Key, draining, then the application with its exceptions answered."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        path = scope["path"]
-        if path not in OPEN_PATHS and not self._keys.admit(scope["headers"]):
-            wants_page = path == "/"
+        """Other sites' pages, the key, draining; then the application with its exceptions answered."""
+        if scope["type"] == "http":
+            await self._enter(scope, receive, send)
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, caller = scope["path"], Caller(route=scope["path"])
+        if scope["method"] not in HARMLESS and self._is_from_another_site(scope["headers"]):
             answer = error_response(
-                401,
-                "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Basic realm=pagemill" if wants_page else "Bearer"},
+                403, "pages of other web sites may not use this server; allow theirs with --allowed-origins"
             )
             await answer(scope, receive, send)
             return
+        if path not in OPEN_PATHS and self.context.keys.required:
+            key = self.context.keys.admit(scope["headers"])
+            if key is None:
+                await _no_key(path)(scope, receive, send)
+                return
+            tenant = "" if self.context.config.share_prefix_cache else key.identity.hex()
+            caller = Caller(name=key.name, identity=key.identity, tenant=tenant, route=path)
+        CALLER.set(caller)
         if self.context.draining and path not in ALWAYS_ANSWERED:
             error = ShuttingDownError("the server is shutting down and takes no new requests; try another, or later")
             answer = problem_response(error)
             answer.headers["connection"] = "close"
             await answer(scope, receive, send)
             return
-        scope["pagemill.caller"] = self._keys.caller(scope["headers"])
-        await self._guarded(scope, receive, send)
+        limit_s = self.context.config.request_timeout
+        if not limit_s:
+            await self._guarded(scope, receive, send)
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        watch = _TimeLimit(limit_s, task)
+        try:
+            await self._guarded(scope, receive, watch.noting(send))
+        except asyncio.CancelledError:
+            if not watch.is_over:
+                raise
+            task.uncancel()
+            await watch.answer(scope, receive, send)
+        finally:
+            watch.end()
+
+    def _is_from_another_site(self, headers: list[tuple[bytes, bytes]]) -> bool:
+        """What a browser sends for a page of another site, without asking (CORS would only hide the answer from it)."""
+        found = {name: value for name, value in headers if name in (b"sec-fetch-site", b"origin")}
+        if found.get(b"sec-fetch-site") != b"cross-site":
+            return False
+        return self._cors is None or not self._cors.is_allowed_origin(found.get(b"origin", b"").decode("latin-1"))
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
@@ -128,7 +117,58 @@ class Gate:
             return
         except Exception as error:
             if not isinstance(error, PagemillError):
-                logger.exception("%s %s failed", scope["method"], scope["path"])
+                logger.exception("%s %s failed", scope["method"], scope["path"][:200])
             if started:
                 raise
             await problem_response(error)(scope, receive, send)
+
+
+def _no_key(path: str) -> Response:
+    return error_response(
+        401,
+        "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+        code="invalid_api_key",
+        headers={"www-authenticate": "Basic realm=pagemill" if path == "/" else "Bearer"},
+    )
+
+
+class _TimeLimit:
+    """Cancels a request's task when its time is over, and knows how to answer for it."""
+
+    def __init__(self, limit_s: float, task: asyncio.Task[Any]) -> None:
+        self.is_over = False
+        self._limit_s = limit_s
+        self._task = task
+        self._timer = asyncio.get_running_loop().call_later(limit_s, self._cancel)
+        self._streams: bool | None = None
+        """None until the answer has begun."""
+
+    def _cancel(self) -> None:
+        self.is_over = True
+        self._task.cancel()
+
+    def end(self) -> None:
+        """The request has ended."""
+        self._timer.cancel()
+
+    def noting(self, send: Send) -> Send:
+        """``send``, but seeing how the answer begins."""
+
+        async def noting_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                kinds = [value for name, value in message["headers"] if name == b"content-type"]
+                self._streams = bool(kinds) and kinds[0].startswith(b"text/event-stream")
+            await send(message)
+
+        return noting_send
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """504; as an event where a stream has begun. Half an answer of another kind is left at that."""
+        error = RequestTimeoutError(
+            f"the request was not done within {self._limit_s:g} s (the server's --request-timeout); ask for less, or"
+            " try again later"
+        )
+        if self._streams is None:
+            await problem_response(error)(scope, receive, send)
+        elif self._streams:
+            await send({"type": "http.response.body", "body": error_event(error), "more_body": False})

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from pagemill.engine.metrics import Metrics
 from pagemill.errors import QueueFullError, RequestError
 from pagemill.params import RequestOutput, SamplingParams
 from pagemill.server.engine_port import Engine
@@ -71,8 +73,9 @@ class Job:
 class Admission:
     """Counts open sequences; one more than ``limit`` is refused, whole requests only."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, metrics: Metrics) -> None:
         self.limit = limit
+        self._metrics = metrics
         self.open = 0
         self.idle = asyncio.Event()
         """Set while nothing is open."""
@@ -85,9 +88,12 @@ class Admission:
                 f"the request asks for {count} sequences at once; the limit is {self.limit} "
                 "(the server's --max-num-queued-reqs); send fewer prompts or a smaller n"
             )
-        if self.open + count > self.limit:
+        over = self.open + count - self.limit
+        if over > 0:
+            self._metrics.note_rejection("max_num_queued_reqs")
             raise QueueFullError(
-                f"{self.open} sequences are waiting or running and the limit is {self.limit}; try again later"
+                f"{self.open} sequences are waiting or running and the limit is {self.limit}; try again later",
+                retry_after_s=self._metrics.retry_after_s(time.monotonic(), completions=over),
             )
         self.open += count
         self.idle.clear()

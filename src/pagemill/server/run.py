@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
+import functools
 import gc
 import logging
 import shlex
@@ -25,15 +27,14 @@ from pagemill.config import EngineConfig, ServerConfig
 from pagemill.engine.frontend import AsyncLLM
 from pagemill.engine.process import EngineProcess
 from pagemill.errors import ConfigError
+from pagemill.server.keys import Keys
 
 if TYPE_CHECKING:
+    import ssl
+
     from pagemill.server.context import ServerContext
 
 __all__ = ["bind", "serve"]
-
-BACKLOG = 2048
-CLOSING_S = 3
-"""Seconds that connections get to take their last bytes once everything has ended."""
 
 logger = logging.getLogger("pagemill.server")
 
@@ -44,9 +45,11 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     logging.getLogger("pagemill").setLevel(server_config.log_level.upper())
     phases = _Phases()
     template = _template_source(server_config.chat_template)
+    keys = Keys(server_config.api_key, server_config.api_key_file)
+    server_config = dataclasses.replace(server_config, api_key=())  # from here on only their hashes are kept
     with contextlib.closing(bind(server_config.host, server_config.port)) as listener:
         process = EngineProcess.spawn()  # it imports while this process does
-        runner = _Runner(engine_config, server_config, listener, template, process, phases)
+        runner = _Runner(engine_config, server_config, listener, keys, template, process, phases)
         with asyncio.Runner(loop_factory=_loop_factory()) as loop:
             return loop.run(runner.run())
 
@@ -88,6 +91,7 @@ class _Runner:
         engine_config: EngineConfig,
         config: ServerConfig,
         listener: socket.socket,
+        keys: Keys,
         template: str | None,
         process: EngineProcess,
         phases: _Phases,
@@ -95,23 +99,25 @@ class _Runner:
         self._engine_config = engine_config
         self._config = config
         self._listener = listener
+        self._keys = keys
         self._template = template
         self._process = process
         self._phases = phases
 
     async def run(self) -> int:
         """Start the engine, serve, and end it, whatever happened in between."""
-        with _signals() as stop:
+        reads_files = bool(self._config.api_key_file or self._config.ssl_certfile)
+        with _signals(reads_files) as stop:
             starting = asyncio.create_task(self._start_engine())
             try:
-                await asyncio.to_thread(_import_http)
+                tls = await asyncio.to_thread(_import_http, self._config)
                 self._phases.done("imports")
                 await _first_of(starting, stop.first)
                 if stop.first.is_set():
                     return 0
                 engine = await starting
                 self._phases.done("model")
-                return await self._listen(engine, stop)
+                return await self._listen(engine, stop, tls)
             finally:
                 starting.cancel()
                 for result in await asyncio.gather(starting, return_exceptions=True):
@@ -123,18 +129,24 @@ class _Runner:
             self._engine_config,
             process=self._process,
             max_num_queued_reqs=self._config.max_num_queued_reqs,
+            max_num_queued_tokens=self._config.max_num_queued_tokens,
             log_level=self._config.log_level,
         )
 
-    async def _listen(self, engine: AsyncLLM, stop: _Stop) -> int:
+    async def _listen(self, engine: AsyncLLM, stop: _Stop, tls: ssl.SSLContext | None) -> int:
+        from pagemill.server import listen
         from pagemill.server.app import build_app
 
-        app = build_app(engine, self._config)
+        config = listen.allow_descriptors(self._config)
+        app = build_app(engine, config, self._keys)
         if self._template is not None:
             app.context.use_template(self._template)
-        server = _uvicorn_server(app, self._config)
+        server = listen.QuietServer(listen.settings(app, config, tls))
+        stop.on_hang_up = [self._keys.reread]
+        if tls is not None:
+            stop.on_hang_up.append(functools.partial(listen.reload_certificate, tls, config))
         try:
-            self._listener.listen(BACKLOG)
+            self._listener.listen(listen.BACKLOG)
         except OSError as error:
             raise _cannot_listen(self._config.host, self._config.port, error) from None
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
@@ -142,7 +154,9 @@ class _Runner:
         _announce(app.context, self._listener, self._phases)
         gc.collect()
         gc.freeze()  # what was made while starting stays; the collector need not walk it between tokens
+        watching = asyncio.create_task(self._keys.watch())
         await _first_of(serving, stop.first)
+        watching.cancel()
         await _drain(app.context, self._config.shutdown_timeout, stop)
         await engine.shutdown()
         server.should_exit = True
@@ -150,10 +164,12 @@ class _Runner:
         return 0
 
 
-def _import_http() -> None:
-    """What listening needs, imported while the engine loads."""
-
+def _import_http(config: ServerConfig) -> ssl.SSLContext | None:
+    """What listening needs, imported while the engine loads; certificates that cannot be used are told of early."""
     import pagemill.server.app  # noqa: F401
+    from pagemill.server.listen import tls_context
+
+    return tls_context(config)
 
 
 async def _first_of(task: asyncio.Task[Any], event: asyncio.Event) -> None:
@@ -174,54 +190,37 @@ async def _drain(context: ServerContext, timeout_s: float, stop: _Stop) -> None:
         wait.cancel()
 
 
-def _uvicorn_server(app: Any, config: ServerConfig) -> Any:
-    """uvicorn without what costs per request, leaving signals alone."""
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-    settings = uvicorn.Config(
-        app,
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        date_header=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=config.timeout_keep_alive,
-        timeout_graceful_shutdown=CLOSING_S,
-    )
-    return Server(settings)
-
-
 class _Stop:
-    """The first and the second signal."""
+    """The first and the second signal to end, and what a hang-up does."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
+        self.on_hang_up: list[Callable[[], None]] = []
+        """What SIGHUP does: files are read again."""
 
     def __call__(self) -> None:
         (self.second if self.first.is_set() else self.first).set()
 
+    def hang_up(self) -> None:
+        for each in self.on_hang_up:
+            each()
+
 
 @contextlib.contextmanager
-def _signals() -> Iterator[_Stop]:
+def _signals(reads_files: bool) -> Iterator[_Stop]:
+    """With files that may change, SIGHUP reads them again; else it ends the process as it ends any."""
     stop = _Stop()
     loop = asyncio.get_running_loop()
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    for kind in kinds:
-        loop.add_signal_handler(kind, stop)
+    handlers: dict[signal.Signals, Callable[[], None]] = {signal.SIGINT: stop, signal.SIGTERM: stop}
+    if reads_files:
+        handlers[signal.SIGHUP] = stop.hang_up
+    for kind, handler in handlers.items():
+        loop.add_signal_handler(kind, handler)
     try:
         yield stop
     finally:
-        for kind in kinds:
+        for kind in handlers:
             loop.remove_signal_handler(kind)
 
 
@@ -257,9 +256,9 @@ def _announce(context: ServerContext, listener: socket.socket, phases: _Phases) 
     """Where to go from here, on stdout."""
     host, port = listener.getsockname()[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    url = f"http://{shown}:{port}"
+    url = f"{'https' if context.config.ssl_certfile else 'http'}://{shown}:{port}"
     body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0.2}'
-    key = ' -H "Authorization: Bearer $API_KEY"' if context.config.api_key else ""
+    key = ' -H "Authorization: Bearer $API_KEY"' if context.keys.required else ""
     print(f"Serving {context.model_name} at {url}/v1 (started in: {phases})")
     print(f"  curl {url}/v1/chat/completions -H 'content-type: application/json'{key} -d {shlex.quote(body)}")
     print(f"  web page: {url}/", flush=True)

@@ -20,7 +20,7 @@ from pagemill.errors import PagemillError
 from pagemill.server.body import cancelled_by_disconnect
 from pagemill.server.errors import problem_body, problem_response
 
-__all__ = ["DONE", "ChunkWriter", "EventStream"]
+__all__ = ["DONE", "ChunkWriter", "EventStream", "error_event"]
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = [
@@ -67,8 +67,13 @@ class EventStream(Response):
                 await send(message)
         except Exception as error:  # noqa: BLE001
             _log(error)
-            last = b"data: " + problem_body(error) + b"\n\n" + self._done
+            last = error_event(error, self._done)
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def error_event(error: BaseException, done: bytes = DONE) -> bytes:
+    """The end of a stream that failed."""
+    return b"data: " + problem_body(error) + b"\n\n" + done
 
 
 def _log(error: BaseException) -> None:

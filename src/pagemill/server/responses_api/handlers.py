@@ -13,11 +13,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pagemill.engine.caller import CALLER
 from pagemill.errors import NotFoundError, RequestError
 from pagemill.server.body import unless_gone
 from pagemill.server.chat import PreparedChat, prepare_chat
 from pagemill.server.context import ServerContext, json_response
-from pagemill.server.gate import caller
 from pagemill.server.protocol import answer_headers
 from pagemill.server.responses_api.items import Item, read_input, to_messages
 from pagemill.server.responses_api.request import EXTENSIONS, ResponsesRequest, renamed_errors
@@ -40,7 +40,7 @@ MAX_LISTED = 100
 async def create_response(context: ServerContext, request: Request) -> Response:
     """Answer whole, as a stream of typed events, or at once with the work going on in the background."""
     asked = await context.read(request, ResponsesRequest)
-    entry, prepared = await _prepared(context, asked, caller(request))
+    entry, prepared = await _prepared(context, asked, CALLER.get().identity)
     run = ResponseRun(context, asked, prepared, entry.response)
     headers = answer_headers(prepared.job.request_id, asked, known=EXTENSIONS)
     if asked.background:
@@ -65,7 +65,7 @@ async def create_response(context: ServerContext, request: Request) -> Response:
 async def count_input_tokens(context: ServerContext, request: Request) -> Response:
     """How many tokens the same request to /v1/responses would begin with."""
     asked = await context.read(request, ResponsesRequest)
-    _, prepared = await _prepared(context, asked, caller(request))
+    _, prepared = await _prepared(context, asked, CALLER.get().identity)
     (prompt,) = prepared.job.prompts
     return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
 
@@ -84,7 +84,7 @@ async def get_response(context: ServerContext, request: Request) -> Response:
 async def delete_response(context: ServerContext, request: Request) -> Response:
     """Forget a response; it stops if it runs."""
     response_id = request.path_params["response_id"]
-    context.responses.delete(response_id, caller(request))
+    context.responses.delete(response_id, CALLER.get().identity)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -224,7 +224,7 @@ async def _followed(entry: StoredResponse, index: int) -> AsyncGenerator[bytes, 
 
 
 def _entry(context: ServerContext, request: Request) -> StoredResponse:
-    return context.responses.get(request.path_params["response_id"], caller(request))
+    return context.responses.get(request.path_params["response_id"], CALLER.get().identity)
 
 
 def _flag(request: Request, name: str) -> bool:
