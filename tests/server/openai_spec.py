@@ -20,7 +20,29 @@ ADDRESS = "urn:openai"
 def _registry() -> Registry[Any]:
     text = load_spec_path("openai", "official").read_text(encoding="utf-8")
     document = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return Registry().with_resource(ADDRESS, Resource(document, DRAFT202012))
+    schemas = document["components"]["schemas"]
+    completion = schemas["CreateCompletionResponse"]["properties"]
+    choice = completion["choices"]["items"]["properties"]
+    # What the description leaves out and OpenAI's servers send: a stream's events before the last have no reason and,
+    # where usage was asked for, a usage of null; the first token of an echoed prompt has no probability.
+    completion["usage"]["nullable"] = True
+    choice["finish_reason"]["nullable"] = True
+    columns = choice["logprobs"]["anyOf"][0]["properties"]
+    columns["token_logprobs"]["items"]["nullable"] = True
+    columns["top_logprobs"]["items"]["nullable"] = True
+    return Registry().with_resource(ADDRESS, Resource(_with_nulls(document), DRAFT202012))
+
+
+def _with_nulls(schema: Any) -> Any:
+    """OpenAPI 3.0's ``nullable``, which the description still uses here and there, in the words of JSON Schema."""
+    if isinstance(schema, list):
+        return [_with_nulls(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: _with_nulls(value) for name, value in schema.items()}
+    if found.pop("nullable", False) is True:
+        return {"anyOf": [found, {"type": "null"}]}
+    return found
 
 
 @functools.cache

@@ -77,7 +77,7 @@ async def test_a_wrong_value_names_itself_and_the_limit(
     error = await refused(served, path, BODIES[path] | {field: value})
     assert error["param"].split(".")[0] == field
     assert error["type"] == "invalid_request_error"
-    assert error["code"] == 400
+    assert error["code"] is None
     assert words in error["message"]
     assert field in error["message"]
 

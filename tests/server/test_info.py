@@ -66,11 +66,23 @@ async def test_the_schema_documents_every_route_with_bodies_and_answers(served: 
     names = set(schema["components"]["schemas"])
     references = set(re.findall(r"#/components/schemas/([\w-]+)", str(schema)))
     assert references <= names
-    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
-        operation = schema["paths"][path]["post"]
-        assert "requestBody" in operation
-        assert "application/json" in operation["responses"]["200"]["content"]
-    assert "text/event-stream" in schema["paths"]["/v1/completions"]["post"]["responses"]["200"]["content"]
+    for path, operations in schema["paths"].items():
+        for method, operation in operations.items():
+            answers = operation["responses"]
+            shown = set(answers["200"]["content"])
+            assert shown in ({"application/json"}, {"application/json", "text/event-stream"}) or path == "/metrics"
+            assert {"401", "500", "503"} <= set(answers)
+            named = {each["name"] for each in operation.get("parameters", ()) if each["in"] == "path"}
+            assert named == set(re.findall(r"{(\w+)}", path))
+            if method == "post" and not named:
+                assert "requestBody" in operation
+    for path, chunk in (
+        ("/v1/completions", "CompletionChunk"),
+        ("/v1/chat/completions", "ChatCompletionChunk"),
+        ("/v1/responses", "ResponseEvent"),
+    ):
+        events = schema["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+        assert events["schema"] == {"$ref": f"#/components/schemas/{chunk}"}
 
 
 async def test_the_page_needs_nothing_from_outside(served: Served) -> None:

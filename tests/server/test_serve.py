@@ -186,7 +186,7 @@ def test_a_killed_engine_is_reported_and_started_again(checkpoint: Path) -> None
             os.kill(running.engine_pid, signal.SIGKILL)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
-        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == 503
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["type"] == "service_unavailable_error"
         down = http.get("/health")
         assert down.status_code == 503
         assert "SIGKILL" in down.json()["error"]["message"]

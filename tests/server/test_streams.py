@@ -135,7 +135,8 @@ async def test_a_failure_midway_is_an_error_event_and_done(served: Served, path:
     chunks = await events(served, path)
     assert chunks[-1] == "[DONE]"
     assert chunks[-2]["error"]["message"] == str(error)
-    assert chunks[-2]["error"]["code"] == error.status
+    kind = "service_unavailable_error" if error.status == 503 else "server_error"
+    assert chunks[-2]["error"]["type"] == kind
     assert text_of(chunks[:-2]) == "Hel"
 
 
@@ -151,7 +152,7 @@ async def test_an_unforeseen_failure_says_nothing_of_its_inside(served: Served) 
     served.engine.failure = RuntimeError("secret prompt")  # type: ignore[assignment]
     served.engine.fail_after = 2
     chunks = await events(served, CHAT)
-    assert chunks[-2]["error"]["code"] == 500
+    assert chunks[-2]["error"]["type"] == "server_error"
     assert "secret" not in chunks[-2]["error"]["message"]
 
 

@@ -10,7 +10,9 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 __all__ = [
+    "ChatCompletionChunk",
     "ChatCompletionResponse",
+    "CompletionChunk",
     "CompletionResponse",
     "DetokenizeResponse",
     "ErrorResponse",
@@ -143,6 +145,70 @@ class ChatCompletionResponse(BaseModel):
     prompt_token_ids: list[int] | None = None
 
 
+class CompletionChunkChoice(CompletionChoice):
+    """Some more of one completion; the last one has the reason."""
+
+
+class CompletionChunk(BaseModel):
+    """An event of a streamed /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChunkChoice]
+    usage: UsageResponse | None = None
+
+
+class CalledFunctionDelta(BaseModel):
+    """The name comes once, the arguments in pieces."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(BaseModel):
+    """More of one call; id, type and name come with the first piece."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunctionDelta
+
+
+class ChatDelta(BaseModel):
+    """More of a message."""
+
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+class ChatChunkChoice(BaseModel):
+    """More of one answer; the last one has the reason and an empty delta."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Reason | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ChatCompletionChunk(BaseModel):
+    """An event of a streamed /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: UsageResponse | None = None
+
+
 class TokenizeResponse(BaseModel):
     """Answer of POST /tokenize."""
 
@@ -202,7 +268,7 @@ class ErrorDetail(BaseModel):
     message: str
     type: str
     param: str | None
-    code: str | int | None
+    code: str | None
 
 
 class ErrorResponse(BaseModel):

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,7 +22,6 @@ from pagemill.server.answer_schemas import (
     ChatCompletionResponse,
     CompletionResponse,
     DetokenizeResponse,
-    ErrorResponse,
     HealthResponse,
     ModelCard,
     ModelList,
@@ -37,6 +34,7 @@ from pagemill.server.engine_port import Engine
 from pagemill.server.errors import error_response, problem_response
 from pagemill.server.gate import Gate
 from pagemill.server.keys import Keys
+from pagemill.server.openapi import described, document
 from pagemill.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from pagemill.server.responses_api import handlers as responses
 from pagemill.server.responses_api.request import ResponsesRequest
@@ -72,8 +70,6 @@ OTHERS: tuple[tuple[str, str, Handler, type[BaseModel]], ...] = (
     ("POST", "/v1/responses/{response_id}/cancel", responses.cancel_response, ResponseObject),
     ("DELETE", "/v1/responses/{response_id}", responses.delete_response, DeletedResponse),
 )
-STREAMED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
-PROBLEMS = (400, 401, 404, 413, 429, 500, 503)
 
 
 def build_app(engine: Engine, config: ServerConfig, keys: Keys | None = None) -> Gate:
@@ -82,32 +78,27 @@ def build_app(engine: Engine, config: ServerConfig, keys: Keys | None = None) ->
     app = FastAPI(
         title="Pagemill", version=info.installed_version(), docs_url=None, redoc_url=None, redirect_slashes=False
     )
-    for path, handler, asked, answered in POSTS:
+    routes: list[tuple[str, str, Handler, type[BaseModel] | None, type[BaseModel] | None]] = [
+        *(("POST", *each) for each in POSTS),
+        *(("GET", path, handler, None, shown) for path, handler, shown in GETS),
+        *((method, path, handler, None, shown) for method, path, handler, shown in OTHERS),
+    ]
+    for method, path, handler, asked, answered in routes:
         app.add_api_route(
             path,
             _bound(handler, context),
-            methods=["POST"],
-            name=handler.__name__,
+            name=handler.__name__ if method == "POST" else f"{handler.__name__}{path.replace('/', '_')}",
             description=handler.__doc__,
-            responses=_documented(path, answered),
             response_class=Response,
-            openapi_extra={"requestBody": _body_schema(asked)},
-        )
-    for method, path, other, shown in (*(("GET", *each) for each in GETS), *OTHERS):
-        app.add_api_route(
-            path,
-            _bound(other, context),
-            methods=[method],
-            name=f"{other.__name__}{path.replace('/', '_')}",
-            description=other.__doc__,
-            responses=_documented(path, shown),
-            response_class=Response,
+            **described(method, path, asked, answered),
         )
     for path in ("/", "/page/{name}"):
         app.add_api_route(path, _bound(info.page_file, context), methods=["GET"], include_in_schema=False)
     app.add_exception_handler(PagemillError, _on_problem)
     app.add_exception_handler(HTTPException, _on_http_exception)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    bodies = [asked for _, _, _, asked, _ in routes if asked is not None]
+    answers = [answered for *_, answered in routes if answered is not None]
+    app.openapi = lambda: document(app, bodies, answers)  # type: ignore[method-assign]
     return Gate(app, context)
 
 
@@ -140,36 +131,3 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
             405, f"{shown} is not allowed; use {allowed.get('Allow', 'another method')}", headers=allowed
         )
     return error_response(error.status_code, str(error.detail))
-
-
-def _body_schema(model: type[BaseModel]) -> dict[str, Any]:
-    reference = {"$ref": f"#/components/schemas/{model.__name__}"}
-    return {"required": True, "content": {"application/json": {"schema": reference}}}
-
-
-def _documented(path: str, shown: type[BaseModel] | None) -> dict[int | str, dict[str, Any]]:
-    ok: dict[str, Any] = {"description": "Done."}
-    if shown is not None:
-        ok["content"] = {"application/json": {"schema": {"$ref": f"#/components/schemas/{shown.__name__}"}}}
-    else:
-        ok["content"] = {"text/plain": {"schema": {"type": "string"}}}
-    if path in STREAMED:
-        ok["content"]["text/event-stream"] = {"schema": {"type": "string"}}
-    problem = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
-    documented: dict[int | str, dict[str, Any]] = {200: ok}
-    for status in PROBLEMS:
-        documented[status] = {"description": "Refused or failed.", "content": problem}
-    return documented
-
-
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    if app.openapi_schema is None:
-        schema = FastAPI.openapi(app)
-        requests = [(asked, "validation") for _, _, asked, _ in POSTS]
-        answers = [(answered, "serialization") for _, _, _, answered in POSTS]
-        others = [(shown, "serialization") for *_, shown in (*GETS, *OTHERS) if shown is not None]
-        unique = dict.fromkeys([*requests, *answers, *others, (ErrorResponse, "serialization")])
-        _, definitions = models_json_schema(list(unique), ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
-        schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
-        app.openapi_schema = schema
-    return app.openapi_schema

@@ -16,7 +16,9 @@ from starlette.responses import Response
 from pagemill.errors import (
     EngineDeadError,
     ModelNotFoundError,
+    NotFoundError,
     PagemillError,
+    PromptTooLongError,
     QueueFullError,
     RequestError,
     ShuttingDownError,
@@ -38,14 +40,20 @@ TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+CODES: dict[type[PagemillError], str] = {
+    ModelNotFoundError: "model_not_found",
+    NotFoundError: "not_found",
+    PromptTooLongError: "context_length_exceeded",
+    QueueFullError: "rate_limit_exceeded",
+}
 SHOWN_CHARS = 80
 """Of a wrong value, at most this much is repeated back."""
 
 
-def error_body(status: int, message: str, *, param: str | None = None, code: str | int | None = None) -> bytes:
-    """The JSON body; ``code`` is the status where nothing better is known, as in vLLM."""
+def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> bytes:
+    """The JSON body; ``code`` is a word of OpenAI's, or null where there is none."""
     kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    error = {"message": message, "type": kind, "param": param, "code": status if code is None else code}
+    error = {"message": message, "type": kind, "param": param, "code": code}
     return msgspec.json.encode({"error": error})
 
 
@@ -53,7 +61,7 @@ def problem_body(error: BaseException) -> bytes:
     """The JSON body for an exception; what is not Pagemill's own says nothing of its inside."""
     if not isinstance(error, PagemillError):
         return error_body(500, "internal error; the server's log has the details")
-    code = "model_not_found" if isinstance(error, ModelNotFoundError) else None
+    code = next((word for kind, word in CODES.items() if isinstance(error, kind)), None)
     param = error.param if isinstance(error, RequestError) else None
     if isinstance(error, ModelNotFoundError):
         param = "model"
@@ -65,7 +73,7 @@ def error_response(
     message: str,
     *,
     param: str | None = None,
-    code: str | int | None = None,
+    code: str | None = None,
     headers: dict[str, str] | None = None,
 ) -> Response:
     """An error that no exception stands for."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, RootModel
 
-__all__ = ["DeletedResponse", "InputTokens", "ResponseItemList", "ResponseObject"]
+__all__ = ["DeletedResponse", "InputTokens", "ResponseEvent", "ResponseItemList", "ResponseObject"]
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -139,6 +139,103 @@ class ResponseObject(BaseModel):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+
+
+class LifecycleEvent(BaseModel):
+    """The response has come this far."""
+
+    type: Literal[
+        "response.created",
+        "response.queued",
+        "response.in_progress",
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
+    ]
+    sequence_number: int
+    response: ResponseObject
+
+
+class ItemEvent(BaseModel):
+    """An item begins or is done."""
+
+    type: Literal["response.output_item.added", "response.output_item.done"]
+    sequence_number: int
+    output_index: int
+    item: Item
+
+
+class PartEvent(BaseModel):
+    """A part of an item begins or is done."""
+
+    type: Literal["response.content_part.added", "response.content_part.done"]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int
+    part: TextPart | ReasoningPart
+
+
+class TextDeltaEvent(BaseModel):
+    """More text."""
+
+    type: Literal["response.output_text.delta", "response.reasoning_text.delta"]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str
+    logprobs: list[dict[str, Any]] | None = None
+
+
+class TextDoneEvent(BaseModel):
+    """The whole text."""
+
+    type: Literal["response.output_text.done", "response.reasoning_text.done"]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int
+    text: str
+    logprobs: list[dict[str, Any]] | None = None
+
+
+class ArgumentsDeltaEvent(BaseModel):
+    """More of a call's arguments."""
+
+    type: Literal["response.function_call_arguments.delta"]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class ArgumentsDoneEvent(BaseModel):
+    """The whole arguments."""
+
+    type: Literal["response.function_call_arguments.done"]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str
+
+
+class ResponseEvent(
+    RootModel[
+        Annotated[
+            LifecycleEvent
+            | ItemEvent
+            | PartEvent
+            | TextDeltaEvent
+            | TextDoneEvent
+            | ArgumentsDeltaEvent
+            | ArgumentsDoneEvent,
+            Field(discriminator="type"),
+        ]
+    ]
+):
+    """An event of a streamed /v1/responses."""
 
 
 class ResponseItemList(BaseModel):
