@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Perplexity of a text, through the whole engine, and beside it transformers' on the same weights.
 
-    python benchmarks/perplexity.py TEXT [--model M] [--dtype D] [--quantization int8] [--kernels K] [--transformers]
+    python benchmarks/perplexity.py TEXT [--model M] [--dtype D] [--quantization int8] [--kv-cache-dtype int8]
+        [--kernels K] [--transformers]
 
 The text (WikiText-2's validation split, https://huggingface.co/datasets/Salesforce/wikitext) is cut into windows that
 do not overlap; every token but a window's first counts. JSON goes to standard output.
@@ -70,12 +71,14 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--transformers", action="store_true", help="measure transformers too, on the same weights")
     args = parser.parse_args()
     windows = windows_of(args.model, args.text, args.num_tokens, args.context)
     count = sum(len(window) - 1 for window in windows)
-    options = {"model": args.model, "dtype": args.dtype, "quantization": args.quantization, "kernels": args.kernels}
+    names = ("model", "dtype", "quantization", "kv_cache_dtype", "kernels")
+    options = {name: getattr(args, name) for name in names}
     started = time.perf_counter()
     found: dict[str, Any] = {"options": options, "tokens": count, "context": args.context}
     found["perplexity"] = math.exp(with_engine(windows, options) / count)

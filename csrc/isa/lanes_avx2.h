@@ -16,6 +16,7 @@ struct F16 {
 struct W16 {
   __m256i lo, hi;
 };
+using I16 = W16;
 using Mask = uint16_t;
 
 #define PM_INLINE [[gnu::always_inline]] static inline
@@ -160,6 +161,57 @@ PM_INLINE F16 dot(F16 acc, W16 w, Bf16Word b) {
 PM_INLINE F16 dot(F16 acc, W16 w, F32Word b) {
   return {_mm256_fmadd_ps(_mm256_castsi256_ps(w.lo), b.value, acc.lo),
           _mm256_fmadd_ps(_mm256_castsi256_ps(w.hi), b.value, acc.hi)};
+}
+
+struct I8Word {
+  __m256i bits;
+};
+struct I16Word {
+  __m256i bits;
+};
+PM_INLINE I8Word broadcast(const uint32_t* p, I8Word) { return {_mm256_set1_epi32(static_cast<int>(*p))}; }
+PM_INLINE I16Word broadcast(const uint32_t* p, I16Word) { return {_mm256_set1_epi32(static_cast<int>(*p))}; }
+#ifdef PM_ISA_IS_AVXVNNI
+constexpr int kKeyBias = 128;
+PM_INLINE __m256i dot_bytes(__m256i acc, __m256i w, __m256i b) {  // the intrinsic copies its accumulator, see AVX-512
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(w), "x"(b));
+  return acc;
+}
+#else
+constexpr int kKeyBias = 0;
+PM_INLINE __m256i dot_bytes(__m256i acc, __m256i w, __m256i b) {  // |k| <= 127, so that two products fit 16 bits
+  const __m256i k = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(k), _mm256_sign_epi8(b, k));
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+#endif
+PM_INLINE I16 dot(I16 acc, W16 w, I8Word b) {
+  return {dot_bytes(acc.lo, w.lo, b.bits), dot_bytes(acc.hi, w.hi, b.bits)};
+}
+PM_INLINE I16 dot(I16 acc, W16 w, I16Word b) {
+  return {_mm256_add_epi32(acc.lo, _mm256_madd_epi16(w.lo, b.bits)),
+          _mm256_add_epi32(acc.hi, _mm256_madd_epi16(w.hi, b.bits))};
+}
+PM_INLINE W16 load_byte_pairs(const void* p) {
+  const auto* from = static_cast<const __m128i*>(p);
+  return {_mm256_cvtepi8_epi16(_mm_loadu_si128(from)), _mm256_cvtepi8_epi16(_mm_loadu_si128(from + 1))};
+}
+PM_INLINE I16 set1_i32(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+PM_INLINE I16 add(I16 a, I16 b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+PM_INLINE int32_t hsum_i32(I16 a) {
+  const __m256i s = _mm256_add_epi32(a.lo, a.hi);
+  __m128i q = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
+  q = _mm_add_epi32(q, _mm_shuffle_epi32(q, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
+}
+PM_INLINE F16 to_float(I16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+PM_INLINE I16 round_i32(F16 a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
+PM_INLINE __m256i pack_i16(I16 a) { return _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0xd8); }
+PM_INLINE void store_i16(void* p, I16 a) { _mm256_storeu_si256(static_cast<__m256i*>(p), pack_i16(a)); }
+PM_INLINE void store_i8(void* p, I16 a) {
+  const __m256i pairs = pack_i16(a);
+  _mm_storeu_si128(static_cast<__m128i*>(p),
+                   _mm_packs_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
 }
 
 PM_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }  // to L2

@@ -18,7 +18,8 @@ constexpr int kMaxCols = 3;
 #endif
 
 using F16 = __m512;    // 16 floats
-using W16 = __m512i;   // 16 words: a pair of bf16 or one float each
+using W16 = __m512i;   // 16 words: a pair of bf16, four bytes, a pair of 16-bit integers or one float each
+using I16 = __m512i;   // 16 integers of 32 bits
 using Mask = uint16_t; // bit i: lane i
 
 #define PM_INLINE [[gnu::always_inline]] static inline
@@ -115,6 +116,39 @@ PM_INLINE F16 dot(F16 acc, W16 w, Bf16Word b) {
   return _mm512_fmadd_ps(odd_of(w), b.odd, _mm512_fmadd_ps(even_of(w), b.even, acc));
 }
 #endif
+
+// Eight-bit keys and values. A key word holds four bytes of k + 128, unsigned; kKeyBias is what dot() leaves of it. A
+// value word holds two signed bytes of 16 bits each.
+constexpr int kKeyBias = 128;
+struct I8Word {  // four signed bytes
+  __m512i bits;
+};
+struct I16Word {  // two signed 16-bit integers
+  __m512i bits;
+};
+PM_INLINE I8Word broadcast(const uint32_t* p, I8Word) { return {_mm512_set1_epi32(static_cast<int>(*p))}; }
+PM_INLINE I16Word broadcast(const uint32_t* p, I16Word) { return {_mm512_set1_epi32(static_cast<int>(*p))}; }
+// Not the intrinsics: GCC 12 and 13 copy their accumulator to another register and to the stack on every use.
+PM_INLINE I16 dot(I16 acc, W16 w, I8Word b) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(b.bits));
+  return acc;
+}
+PM_INLINE I16 dot(I16 acc, W16 w, I16Word b) {
+  asm("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(b.bits));
+  return acc;
+}
+// 32 signed bytes as 16-bit integers, two a word.
+PM_INLINE W16 load_byte_pairs(const void* p) {
+  return _mm512_cvtepi8_epi16(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+}
+PM_INLINE I16 set1_i32(int32_t x) { return _mm512_set1_epi32(x); }
+PM_INLINE I16 add(I16 a, I16 b) { return _mm512_add_epi32(a, b); }
+PM_INLINE int32_t hsum_i32(I16 a) { return _mm512_reduce_add_epi32(a); }
+PM_INLINE F16 to_float(I16 a) { return _mm512_cvtepi32_ps(a); }
+// Nearest even for |a| < 2^15; some integer of 32 bits for NaN.
+PM_INLINE I16 round_i32(F16 a) { return _mm512_cvtps_epi32(a); }
+PM_INLINE void store_i8(void* p, I16 a) { _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a)); }
+PM_INLINE void store_i16(void* p, I16 a) { _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a)); }
 
 PM_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }  // to L2
 

@@ -15,6 +15,9 @@ struct F16 {
 struct W16 {
   uint32_t v[16];
 };
+struct I16 {
+  int32_t v[16];
+};
 using Mask = uint16_t;
 
 #define PM_INLINE [[gnu::always_inline]] static inline
@@ -131,6 +134,77 @@ PM_INLINE F16 dot(F16 acc, W16 w, Bf16Word b) {
 }
 PM_INLINE F16 dot(F16 acc, W16 w, F32Word b) {
   return lanes([&](int i) { return acc.v[i] + bits_to_float(w.v[i]) * b.value; });
+}
+
+template <class F>
+PM_INLINE I16 int_lanes(F f) {
+  I16 r;
+  for (int i = 0; i < 16; ++i) r.v[i] = f(i);
+  return r;
+}
+constexpr int kKeyBias = 0;
+struct I8Word {
+  int32_t v[4];
+};
+struct I16Word {
+  int32_t v[2];
+};
+PM_INLINE I8Word broadcast(const uint32_t* p, I8Word) {
+  int8_t b[4];
+  __builtin_memcpy(b, p, 4);
+  return {{b[0], b[1], b[2], b[3]}};
+}
+PM_INLINE I16Word broadcast(const uint32_t* p, I16Word) {
+  int16_t b[2];
+  __builtin_memcpy(b, p, 4);
+  return {{b[0], b[1]}};
+}
+PM_INLINE I16 dot(I16 acc, W16 w, I8Word b) {
+  return int_lanes([&](int i) {
+    int32_t sum = acc.v[i];
+    for (int j = 0; j < 4; ++j) sum += (static_cast<int32_t>(w.v[i] >> (8 * j) & 255) - 128) * b.v[j];
+    return sum;
+  });
+}
+PM_INLINE I16 dot(I16 acc, W16 w, I16Word b) {
+  return int_lanes([&](int i) {
+    return acc.v[i] + static_cast<int16_t>(w.v[i] & 0xffff) * b.v[0] + static_cast<int16_t>(w.v[i] >> 16) * b.v[1];
+  });
+}
+PM_INLINE W16 load_byte_pairs(const void* p) {
+  int8_t b[32];
+  __builtin_memcpy(b, p, sizeof b);
+  W16 w;
+  for (int i = 0; i < 16; ++i)
+    w.v[i] = static_cast<uint16_t>(int16_t{b[2 * i]}) | static_cast<uint32_t>(static_cast<uint16_t>(int16_t{b[2 * i + 1]})) << 16;
+  return w;
+}
+PM_INLINE I16 set1_i32(int32_t x) { return int_lanes([=](int) { return x; }); }
+PM_INLINE I16 add(I16 a, I16 b) { return int_lanes([&](int i) { return a.v[i] + b.v[i]; }); }
+PM_INLINE int32_t hsum_i32(I16 a) {
+  int32_t sum = 0;
+  for (int i = 0; i < 16; ++i) sum += a.v[i];
+  return sum;
+}
+PM_INLINE F16 to_float(I16 a) { return lanes([&](int i) { return static_cast<float>(a.v[i]); }); }
+PM_INLINE I16 round_i32(F16 a) {
+  return int_lanes([&](int i) {
+    const float low = a.v[i] > -65536.0f ? a.v[i] : -65536.0f;  // also NaN
+    const float x = (low < 65536.0f ? low : 65536.0f) + 12582912.0f;
+    int32_t bits;
+    __builtin_memcpy(&bits, &x, 4);
+    return bits - 0x4B400000;
+  });
+}
+PM_INLINE void store_i8(void* p, I16 a) {
+  int8_t b[16];
+  for (int i = 0; i < 16; ++i) b[i] = static_cast<int8_t>(a.v[i]);
+  __builtin_memcpy(p, b, sizeof b);
+}
+PM_INLINE void store_i16(void* p, I16 a) {
+  int16_t b[16];
+  for (int i = 0; i < 16; ++i) b[i] = static_cast<int16_t>(a.v[i]);
+  __builtin_memcpy(p, b, sizeof b);
 }
 
 PM_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }

@@ -3,8 +3,7 @@
 #include <cstring>
 #include <utility>
 
-#include "isa/lanes_math.h"
-#include "ops/attention.h"
+#include "ops/attention_words.h"
 
 namespace pm::PM_ISA {
 namespace {
@@ -19,12 +18,14 @@ constexpr int kDecodeRows = 4;  // up to so many rows the memory is what is wait
 // lines are read. One line in eight, for the hardware to complete, took 5 to 12 % longer; with 4 KiB pages a third.
 // Pack expansions instead of loops: GCC 12 keeps only constant-indexed accumulators in registers.
 template <class Word, int R, int G, int... Rs, int... Gs>
-PM_INLINE void score_block(const uint32_t* q, int64_t q_stride, const uint32_t* const* keys, int steps, float* s,
-                           const uint32_t* const* next, std::integer_sequence<int, Rs...>,
-                           std::integer_sequence<int, Gs...>) {
-  F16 acc[R * G];
+PM_INLINE void score_block(const uint32_t* q, int64_t q_stride, const int32_t* start, const uint32_t* const* keys,
+                           int steps, int scales_at, float* s, const uint32_t* const* next,
+                           std::integer_sequence<int, Rs...>, std::integer_sequence<int, Gs...>) {
+  typename Kind<Word>::Sum acc[R * G];
   const uint32_t* k[G] = {keys[Gs]...};
-  const auto clear_row = [&](auto row) __attribute__((always_inline)) { ((acc[row * G + Gs] = zero()), ...); };
+  const auto clear_row = [&](auto row) __attribute__((always_inline)) {
+    ((acc[row * G + Gs] = Kind<Word>::first_sum(start + row)), ...);
+  };
   (clear_row(std::integral_constant<int, Rs>{}), ...);
   for (int step = 0; step < steps; ++step) {
     W16 w[G];
@@ -37,20 +38,26 @@ PM_INLINE void score_block(const uint32_t* q, int64_t q_stride, const uint32_t* 
     (row_step(std::integral_constant<int, Rs>{}), ...);
   }
   const auto store_row = [&](auto row) __attribute__((always_inline)) {
-    ((store(s + row * kTile + Gs * 16, acc[row * G + Gs])), ...);
+    ((store(s + row * kTile + Gs * 16, Kind<Word>::scores(acc[row * G + Gs], k[Gs] + scales_at))), ...);
   };
   (store_row(std::integral_constant<int, Rs>{}), ...);
 }
 
 // Outputs of R rows in 16 C dimensions over the value steps of `groups` groups.
 // p: words of the probabilities, row stride kTile. last_steps: steps of the last group; odd: its last pair is half.
+// unit: what a row's integers are worth.
 template <class Word, int R, int C, int... Rs, int... Cs>
 PM_INLINE void value_block(const uint32_t* p, const uint32_t* const* values, int groups, int steps, int last_steps,
-                           bool odd, int64_t step_words, float* out, int64_t out_stride,
+                           bool odd, int64_t step_words, const float* unit, float* out, int64_t out_stride,
                            const uint32_t* const* next, std::integer_sequence<int, Rs...>,
                            std::integer_sequence<int, Cs...>) {
-  F16 acc[R * C];
-  const auto clear_row = [&](auto row) __attribute__((always_inline)) { ((acc[row * C + Cs] = zero()), ...); };
+  using P = typename Kind<Word>::Probability;
+  constexpr int kWords = Kind<Word>::kBytes ? 8 : 16;  // of 16 dimensions
+  typename Kind<Word>::Sum acc[R * C];
+  constexpr int32_t none = 0;
+  const auto clear_row = [&](auto row) __attribute__((always_inline)) {
+    ((acc[row * C + Cs] = Kind<Word>::first_sum(&none)), ...);
+  };
   (clear_row(std::integral_constant<int, Rs>{}), ...);
   for (int g = 0; g < groups; ++g) {
     const uint32_t* v = values[g];
@@ -59,26 +66,26 @@ PM_INLINE void value_block(const uint32_t* p, const uint32_t* const* values, int
     const int count = last ? last_steps : steps, whole = last && odd ? count - 1 : count;
     for (int step = 0; step < whole; ++step, v += step_words) {
       W16 w[C];
-      ((w[Cs] = load_words(v + Cs * 16)), ...);
-      if constexpr (R <= kDecodeRows) (prefetch(next[g] + step * step_words + Cs * 16), ...);
+      ((w[Cs] = Kind<Word>::values(v + Cs * kWords)), ...);
+      if constexpr (R <= kDecodeRows) (prefetch(next[g] + step * step_words + Cs * kWords), ...);
       const auto row_step = [&](auto row) __attribute__((always_inline)) {
-        const Word b = broadcast(pg + row * kTile + step, Word{});
+        const P b = broadcast(pg + row * kTile + step, P{});
         ((acc[row * C + Cs] = dot(acc[row * C + Cs], w[Cs], b)), ...);
       };
       (row_step(std::integral_constant<int, Rs>{}), ...);
     }
     if (whole < count) {  // the pair's other token is not written yet: what lies there may be NaN, and 0 * NaN is NaN
       W16 w[C];
-      ((w[Cs] = low_halves(load_words(v + Cs * 16))), ...);
+      ((w[Cs] = low_halves(Kind<Word>::values(v + Cs * kWords))), ...);
       const auto row_step = [&](auto row) __attribute__((always_inline)) {
-        const Word b = broadcast(pg + row * kTile + whole, Word{});
+        const P b = broadcast(pg + row * kTile + whole, P{});
         ((acc[row * C + Cs] = dot(acc[row * C + Cs], w[Cs], b)), ...);
       };
       (row_step(std::integral_constant<int, Rs>{}), ...);
     }
   }
   const auto store_row = [&](auto row) __attribute__((always_inline)) {
-    ((store(out + row * out_stride + Cs * 16, acc[row * C + Cs])), ...);
+    ((store(out + row * out_stride + Cs * 16, Kind<Word>::outputs(acc[row * C + Cs], unit[row]))), ...);
   };
   (store_row(std::integral_constant<int, Rs>{}), ...);
 }
@@ -97,51 +104,70 @@ PM_INLINE void with_count(int n, F f) {
 }
 
 template <class Word, int R, int G>
-[[gnu::noinline]] void score_block_at(const uint32_t* q, int64_t q_stride, const uint32_t* const* keys, int steps,
-                                      float* s, const uint32_t* const* next) {
-  score_block<Word, R, G>(q, q_stride, keys, steps, s, next, std::make_integer_sequence<int, R>{},
+[[gnu::noinline]] void score_block_at(const uint32_t* q, int64_t q_stride, const int32_t* start,
+                                      const uint32_t* const* keys, int steps, int scales_at, float* s,
+                                      const uint32_t* const* next) {
+  score_block<Word, R, G>(q, q_stride, start, keys, steps, scales_at, s, next, std::make_integer_sequence<int, R>{},
                           std::make_integer_sequence<int, G>{});
 }
 template <class Word, int R, int C>
 [[gnu::noinline]] void value_block_at(const uint32_t* p, const uint32_t* const* values, int groups, int steps,
-                                      int last_steps, bool odd, int64_t step_words, float* out, int64_t out_stride,
-                                      const uint32_t* const* next) {
-  value_block<Word, R, C>(p, values, groups, steps, last_steps, odd, step_words, out, out_stride, next,
+                                      int last_steps, bool odd, int64_t step_words, const float* unit, float* out,
+                                      int64_t out_stride, const uint32_t* const* next) {
+  value_block<Word, R, C>(p, values, groups, steps, last_steps, odd, step_words, unit, out, out_stride, next,
                           std::make_integer_sequence<int, R>{}, std::make_integer_sequence<int, C>{});
 }
 
 // What one item works in: query words, scores (probabilities in place), tile outputs, running outputs, per-row state.
 struct Scratch {
-  uint32_t* query;  // [kTileRows][key_steps]
-  float* scores;    // [kTileRows][kTile]
-  float* tile_out;  // [kTileRows][padded]
-  float* out;       // [kTileRows][padded]
+  uint32_t* query;      // [kTileRows][query_words]
+  float* scores;        // [kTileRows][kTile]
+  float* value_scales;  // [kTile]
+  float* tile_out;      // [kTileRows][padded]
+  float* out;           // [kTileRows][padded]
   float *tile_max, *tile_sum, *max, *sum;  // [kTileRows], maxima times scale * log2(e)
+  float* query_scale;                      // [kTileRows]: what a row's query is worth, times the layer's scale
+  float* unit;                             // [kTileRows]: what a row's tile outputs are worth
+  int32_t* start;                          // [kTileRows]: what a row's scores begin with
 
   Scratch(float* memory, const AttentionLayer& layer) {
     scores = memory;
-    tile_out = scores + kTileRows * kTile;
+    value_scales = scores + kTileRows * kTile;
+    tile_out = value_scales + kTile;
     out = tile_out + kTileRows * layer.padded_dim();
     query = reinterpret_cast<uint32_t*>(out + kTileRows * layer.padded_dim());
-    tile_max = reinterpret_cast<float*>(query + kTileRows * layer.key_steps());
+    tile_max = reinterpret_cast<float*>(query + kTileRows * layer.query_words());
     tile_sum = tile_max + kTileRows;
     max = tile_sum + kTileRows;
     sum = max + kTileRows;
+    query_scale = sum + kTileRows;
+    unit = query_scale + kTileRows;
+    start = reinterpret_cast<int32_t*>(unit + kTileRows);
   }
 };
 
-PM_INLINE void store_probabilities(uint32_t* p, F16 x, Bf16Word) { store_bf16(reinterpret_cast<uint16_t*>(p), x); }
-PM_INLINE void store_probabilities(uint32_t* p, F16 x, F32Word) { store(reinterpret_cast<float*>(p), x); }
-PM_INLINE void stage_query(uint32_t* q, const float* from, int dim, Bf16Word) {
-  uint16_t* to = reinterpret_cast<uint16_t*>(q);
+PM_INLINE void stage_query(const Scratch& at, int row, const float* from, const AttentionLayer& layer, Bf16Word) {
+  const int dim = layer.head_dim;
+  uint16_t* to = reinterpret_cast<uint16_t*>(at.query + row * layer.query_words());
+  at.query_scale[row] = layer.scale;
   if (dim & 1) to[dim] = 0;
   for (int d = 0; d < dim; d += 16) {
     const Mask m = tail_mask(dim - d);
     store_bf16(to + d, load(from + d, m), m);
   }
 }
-PM_INLINE void stage_query(uint32_t* q, const float* from, int dim, F32Word) {
-  std::memcpy(q, from, dim * sizeof(float));
+PM_INLINE void stage_query(const Scratch& at, int row, const float* from, const AttentionLayer& layer, F32Word) {
+  std::memcpy(at.query + row * layer.query_words(), from, layer.head_dim * sizeof(float));
+  at.query_scale[row] = layer.scale;
+}
+PM_INLINE void stage_query(const Scratch& at, int row, const float* from, const AttentionLayer& layer, I8Word) {
+  float* turned = at.tile_out + row * layer.padded_dim();
+  std::memcpy(turned, from, layer.head_dim * sizeof(float));
+  hadamard_row(turned, layer.head_dim, layer.hadamard_block());
+  const float scale = byte_scale(turned, layer.head_dim);
+  auto* to = reinterpret_cast<int8_t*>(at.query + row * layer.query_words());
+  at.start[row] = -kKeyBias * to_bytes(turned, layer.head_dim, scale, to);
+  at.query_scale[row] = layer.scale * scale;
 }
 
 // Lanes [lo, hi) of 16.
@@ -154,9 +180,10 @@ PM_INLINE Mask lane_range(int lo, int hi) {
 // Scores of one row to probabilities in place: keys [lo, hi) of the tile are visible, groups [first, last) are written.
 // Returns the tile's maximum (in powers of two) and sum. Keys that are not visible get exactly 0.
 template <class Word>
-PM_INLINE void softmax_row(float* s, int first, int last, int lo, int hi, float scale, float softcap, float* tile_max,
-                           float* tile_sum) {
-  constexpr int steps = std::is_same<Word, Bf16Word>::value ? kGroup / 2 : kGroup;
+PM_INLINE void softmax_row(float* s, int first, int last, int lo, int hi, float scale, float softcap,
+                           const float* value_scales, float* tile_max, float* tile_sum, float* unit) {
+  using P = typename Kind<Word>::Probability;
+  constexpr int steps = Kind<Word>::kValueSteps;
   uint32_t* p = reinterpret_cast<uint32_t*>(s);
   int g0 = lo > first * 16 ? lo / 16 : first, g1 = (hi + 15) / 16;
   if (g1 > last) g1 = last;
@@ -172,17 +199,28 @@ PM_INLINE void softmax_row(float* s, int first, int last, int lo, int hi, float 
   };
   F16 top = set1(kMinusInf);
   for (int g = g0; g < g1; ++g) top = max(top, select(visible(g), load(s + g * 16), set1(kMinusInf)));
+  F16 by_scale = zero();
+  if constexpr (Kind<Word>::kBytes) {
+    F16 most = zero();
+    for (int g = g0; g < g1; ++g) most = max(most, zero_unless(visible(g), load(value_scales + g * 16)));
+    const float largest = hmax(most);
+    by_scale = set1(kMaxProbability / (largest > 0 ? largest : 1.0f));
+    *unit = largest / kMaxProbability;
+  }
   const float peak = hmax(top) * factor;
   // Rows of the item that see nothing of this tile (a window's edge, keys to come) keep a finite exponent.
   const F16 shift = set1(peak == kMinusInf ? 0.0f : -peak), by = set1(factor);
   F16 sum = zero();
-  for (int g = first; g < g0; ++g) store_probabilities(p + g * steps, zero(), Word{});
+  for (int g = first; g < g0; ++g) store_probabilities(p + g * steps, zero(), P{});
   for (int g = g0; g < g1; ++g) {
     const F16 e = zero_unless(visible(g), exp2(fma(load(s + g * 16), by, shift)));
     sum = add(sum, e);
-    store_probabilities(p + g * steps, e, Word{});
+    if constexpr (Kind<Word>::kBytes)
+      store_probabilities(p + g * steps, mul(e, zero_unless(visible(g), mul(by_scale, load(value_scales + g * 16)))), P{});
+    else
+      store_probabilities(p + g * steps, e, P{});
   }
-  for (int g = g1; g < last; ++g) store_probabilities(p + g * steps, zero(), Word{});
+  for (int g = g1; g < last; ++g) store_probabilities(p + g * steps, zero(), P{});
   *tile_max = peak;
   *tile_sum = hsum(sum);
 }
@@ -237,12 +275,20 @@ void attend_tile(const AttentionCall& call, const AttentionItem& item, const Til
                  const Scratch& at) {
   const AttentionLayer& layer = *call.layer;
   const int heads = layer.group_heads(), padded = layer.padded_dim(), steps = layer.key_steps();
-  constexpr int value_steps = std::is_same<Word, Bf16Word>::value ? kGroup / 2 : kGroup;
+  const int query_words = layer.query_words(), scales_at = layer.scales_at();
+  constexpr int value_steps = Kind<Word>::kValueSteps;
   const int first = tile.first, last = tile.last, end = tile.end;
   const uint32_t* ahead[kTileGroups];
   for (int g = first; g < last; ++g) {
     const int other = g - first + next.first;
     ahead[g] = other < next.last ? next.keys[other] : tile.keys[g];
+  }
+  if constexpr (Kind<Word>::kBytes) {
+    for (int g = first; g < last; ++g) {
+      prefetch(ahead[g] + scales_at);
+      const auto* scales = reinterpret_cast<const uint16_t*>(tile.keys[g] + scales_at);
+      store(at.value_scales + g * kGroup, load_bf16(scales + kGroup));
+    }
   }
 
   for (int row = 0; row < item.row_count; row += kMaxRows) {
@@ -251,16 +297,16 @@ void attend_tile(const AttentionCall& call, const AttentionItem& item, const Til
       const int cols = last - g < kMaxCols ? last - g : kMaxCols;
       with_count<kMaxRows>(rows, [&](auto r) {
         with_count<kMaxCols>(cols, [&](auto c) {
-          score_block_at<Word, r, c>(at.query + row * steps, steps, tile.keys + g, steps,
-                                     at.scores + row * kTile + g * kGroup, ahead + g);
+          score_block_at<Word, r, c>(at.query + row * query_words, query_words, at.start + row, tile.keys + g, steps,
+                                     scales_at, at.scores + row * kTile + g * kGroup, ahead + g);
         });
       });
     }
     for (int i = row; i < row + rows; ++i) {
       const int seen = tile.start + (item.row_begin + i) / heads + 1 - tile.base;  // keys up to the query itself
       const int lo = layer.window ? seen - layer.window : 0;
-      softmax_row<Word>(at.scores + i * kTile, first, last, lo > 0 ? lo : 0, seen < kTile ? seen : kTile, layer.scale,
-                        layer.softcap, at.tile_max + i, at.tile_sum + i);
+      softmax_row<Word>(at.scores + i * kTile, first, last, lo > 0 ? lo : 0, seen < kTile ? seen : kTile,
+                        at.query_scale[i], layer.softcap, at.value_scales, at.tile_max + i, at.tile_sum + i, at.unit + i);
     }
     const int in_last = end - (last - 1) * kGroup;
     const int last_steps = value_steps == kGroup ? in_last : (in_last + 1) / 2;
@@ -268,13 +314,15 @@ void attend_tile(const AttentionCall& call, const AttentionItem& item, const Til
     for (int d = 0; d < padded; d += 16 * kMaxCols) {
       const int cols = (padded - d) / 16 < kMaxCols ? (padded - d) / 16 : kMaxCols;
       const uint32_t *from[kTileGroups], *next_from[kTileGroups];
-      for (int g = first; g < last; ++g) from[g] = tile.keys[g] + kGroup * steps + d;
-      for (int g = first; g < last; ++g) next_from[g] = ahead[g] + kGroup * steps + d;
+      const int at_dim = kGroup * steps + (Kind<Word>::kBytes ? d / 2 : d);
+      for (int g = first; g < last; ++g) from[g] = tile.keys[g] + at_dim;
+      for (int g = first; g < last; ++g) next_from[g] = ahead[g] + at_dim;
       with_count<kMaxRows>(rows, [&](auto r) {
         with_count<kMaxCols>(cols, [&](auto c) {
           value_block_at<Word, r, c>(reinterpret_cast<const uint32_t*>(at.scores) + row * kTile + first * value_steps,
-                                     from + first, last - first, value_steps, last_steps, odd, padded,
-                                     at.tile_out + row * padded + d, padded, next_from + first);
+                                         from + first, last - first, value_steps, last_steps, odd,
+                                         layer.value_step_words(), at.unit + row, at.tile_out + row * padded + d, padded,
+                                         next_from + first);
         });
       });
     }
@@ -299,7 +347,7 @@ void attend(const AttentionCall& call, const AttentionItem& item, const Attentio
     const int row = item.row_begin + i;
     const int64_t token = call.batch->query_start[item.request] + row / heads;
     const float* q = call.query + token * call.query_stride + (item.kv_head * heads + row % heads) * layer.head_dim;
-    stage_query(at.query + i * layer.key_steps(), q, layer.head_dim, Word{});
+    stage_query(at, i, q, layer, Word{});
     at.max[i] = kMinusInf;
     at.sum[i] = 0;
   }
@@ -343,10 +391,11 @@ void attention_merge(const AttentionCall& call, const AttentionItem& item, float
 }
 
 void attention_item(const AttentionCall& call, const AttentionItem& item, const AttentionItem* next, float* memory) {
-  if (call.layer->type == KvType::kBf16)
-    attend<Bf16Word>(call, item, next, memory);
-  else
-    attend<F32Word>(call, item, next, memory);
+  switch (call.layer->type) {
+    case KvType::kBf16: return attend<Bf16Word>(call, item, next, memory);
+    case KvType::kF32: return attend<F32Word>(call, item, next, memory);
+    case KvType::kI8: return attend<I8Word>(call, item, next, memory);
+  }
 }
 
 }  // namespace

@@ -9,8 +9,8 @@ namespace pm {
 PM_DEFINE_PICK(AttentionTable, attention)
 
 int64_t attention_scratch_floats(const AttentionLayer& layer) {
-  const int64_t row = kTile + 2 * layer.padded_dim() + layer.key_steps() + 4;
-  return (kTileRows * row + 15) / 16 * 16;
+  const int64_t row = kTile + 2 * layer.padded_dim() + layer.query_words() + 7;
+  return (kTileRows * row + kTile + 15) / 16 * 16;
 }
 
 int64_t attention_partial_floats(const AttentionLayer& layer) { return kTileRows * (layer.padded_dim() + 2); }

@@ -23,7 +23,7 @@ namespace pm {
 
 AttentionLayer make_layer(int kv_type, int block_size, int num_heads, int num_kv_heads, int head_dim, float scale,
                           int window, float softcap) {
-  check(kv_type == 0 || kv_type == 1, "kv_type must be 0 (bfloat16) or 1 (float32)");
+  check(kv_type >= 0 && kv_type <= 2, "kv_type must be 0 (bfloat16), 1 (float32) or 2 (int8)");
   check(block_size > 0 && block_size % kGroup == 0, "block_size must be a multiple of 16");
   check(num_kv_heads > 0 && num_heads > 0 && num_heads % num_kv_heads == 0,
         "num_heads must be a multiple of num_kv_heads");
@@ -125,7 +125,7 @@ void rope_and_cache(Mat<float> qkv, Mat<uint8_t> cache, Vec<const int32_t> posit
                       check_norm(k_norm, num_kv_heads, head_dim),
                       eps};
   nb::gil_scoped_release release;
-  const int64_t floats = num_kv_heads * head_dim + 16;
+  const int64_t floats = rope_scratch_floats(layer);
   std::vector<float> memory(static_cast<size_t>(num_threads() * floats));
   parallel([&](Team& team) {
     team.for_each(tokens, [&](int64_t i) { pick_rows().rope(call, i, memory.data() + team.rank() * floats); });

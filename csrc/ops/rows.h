@@ -32,9 +32,12 @@ struct RowsTable {
   void (*add)(const float* x, const float* y, float scale, int64_t n, float* out);
   // x = x * scale, then cap * tanh(x / cap) where cap > 0.
   void (*scale_softcap)(float* x, int64_t n, float scale, float cap);
-  // `memory`: head_dim * num_kv_heads floats of this thread.
+  // `memory`: rope_scratch_floats() of this thread.
   void (*rope)(const RopeCall&, int64_t token, float* memory);
 };
 const RowsTable& pick_rows();
+inline int64_t rope_scratch_floats(const AttentionLayer& layer) {
+  return int64_t{layer.num_kv_heads} * layer.head_dim + 2 * layer.padded_dim() + 16;
+}
 
 }  // namespace pm

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "isa/lanes_math.h"
+#include "ops/attention_words.h"
 
 namespace pm::PM_ISA {
 namespace {
@@ -69,6 +69,41 @@ void rotate_pairs(float* x, const float* cos, const float* sin, int half) {
   }
 }
 
+// A scale as bf16, rounded up so that no value lies beyond 127 steps.
+uint16_t round_scale(float* scale) {
+  uint32_t bits;
+  std::memcpy(&bits, scale, 4);
+  const bool nan = *scale != *scale;
+  const uint16_t half = nan ? 0x7fc0 : static_cast<uint16_t>((bits + 0xffff) >> 16);
+  bits = static_cast<uint32_t>(half) << 16;
+  std::memcpy(scale, &bits, 4);
+  return half;
+}
+
+// The same as write_group() in bytes; `memory`: 2 * padded_dim floats.
+void write_bytes(const AttentionLayer& layer, const float* key, const float* value, uint32_t* group, int lane,
+                 float* memory) {
+  const int dim = layer.head_dim, steps = layer.key_steps(), padded = layer.padded_dim();
+  float* turned = memory;
+  std::memcpy(turned, key, sizeof(float) * dim);
+  hadamard_row(turned, dim, layer.hadamard_block());
+  float key_scale = byte_scale(turned, dim), value_scale = byte_scale(value, dim);
+  key_scale += 0 * value_scale;  // a token that is not finite must show in its scores
+  uint16_t* scales = reinterpret_cast<uint16_t*>(group + layer.scales_at());
+  scales[lane] = round_scale(&key_scale);
+  scales[kGroup + lane] = round_scale(&value_scale);
+  auto* bytes = reinterpret_cast<int8_t*>(memory + padded);
+  to_bytes(turned, dim, key_scale, bytes);
+  for (int step = 0; step < steps; ++step) {
+    uint32_t word;
+    std::memcpy(&word, bytes + 4 * step, 4);
+    group[step * kGroup + lane] = word ^ 0x80808080u;
+  }
+  to_bytes(value, dim, value_scale, bytes);
+  auto* to = reinterpret_cast<int8_t*>(group + steps * kGroup + lane / 2 * layer.value_step_words()) + lane % 2;
+  for (int d = 0; d < dim; ++d) to[2 * d] = bytes[d];
+}
+
 // One head's key and value into its lane of the cache group.
 void write_group(const AttentionLayer& layer, const float* key, const float* value, uint32_t* group, int lane) {
   const int dim = layer.head_dim, steps = layer.key_steps(), padded = layer.padded_dim();
@@ -110,9 +145,13 @@ void rope(const RopeCall& call, int64_t token, float* memory) {
   const float* v = q + (heads + kv_heads) * dim;
   const int block_size = layer.block_size, offset = slot % block_size;
   uint32_t* block = reinterpret_cast<uint32_t*>(call.cache + slot / block_size * layer.block_bytes());
-  for (int h = 0; h < kv_heads; ++h)
-    write_group(layer, k + h * dim, v + h * dim,
-                block + h * layer.head_words() + offset / kGroup * layer.group_words(), offset % kGroup);
+  for (int h = 0; h < kv_heads; ++h) {
+    uint32_t* group = block + h * layer.head_words() + offset / kGroup * layer.group_words();
+    if (layer.bytes())
+      write_bytes(layer, k + h * dim, v + h * dim, group, offset % kGroup, memory + kv_heads * dim);
+    else
+      write_group(layer, k + h * dim, v + h * dim, group, offset % kGroup);
+  }
 }
 
 }  // namespace

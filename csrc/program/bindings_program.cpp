@@ -127,7 +127,7 @@ void rope(BoundProgram& p, int qkv, const AttentionLayer& layer, const Mat<uint8
   spec.layer = layer;
   spec.group = group;
   spec.qkv = qkv;
-  p.append(make_rope(std::move(spec)), int64_t{layer.num_kv_heads} * layer.head_dim + 16);
+  p.append(make_rope(std::move(spec)), rope_scratch_floats(layer));
 }
 
 void attention(BoundProgram& p, int query, int out, const AttentionLayer& layer, const Mat<uint8_t>& cache, int group) {

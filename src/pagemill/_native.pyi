@@ -140,9 +140,9 @@ def hadamard(x: Array, block: int) -> None:
 # ------------------------------------------------------------------------------------- attention and row ops
 
 def kv_block_bytes(kv_type: int, block_size: int, num_kv_heads: int, head_dim: int) -> int:
-    """Bytes of one block of one layer's KV cache. ``kv_type``: 0 bfloat16, 1 float32; ``block_size``: a multiple of 16.
+    """Bytes of one block of one layer's KV cache. ``kv_type``: 0 bfloat16, 1 float32, 2 int8.
 
-    The layout inside is the kernels' own (csrc/ops/attention.h).
+    ``block_size``: a multiple of 16. The layout inside is the kernels' own (csrc/ops/attention.h).
     """
 
 def allocate_bytes(rows: int, columns: int) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import torch
 
 from pagemill import _native
+from pagemill.kernels.reference import from_bytes, hadamard, to_bytes
 
-KV_TYPES = {"bf16": 0, "f32": 1}
+KV_TYPES = {"bf16": 0, "f32": 1, "i8": 2}
 
 
 @dataclass(kw_only=True)
@@ -101,12 +102,30 @@ def attend(
     return list(out.split([q.shape[0] for q in queries]))
 
 
+def cached_in_bytes(x: torch.Tensor, dim: int, *, rotate: bool) -> torch.Tensor:
+    """What the cache holds of each head of x [n, heads * dim] in eight bits."""
+    heads = x.reshape(-1, dim)
+    if not rotate:
+        return from_bytes(*to_bytes(heads)).view(x.shape)
+    block = dim & -dim
+    return hadamard(from_bytes(*to_bytes(hadamard(heads, block))), block).view(x.shape)
+
+
+def query_in_bytes(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """What the kernel keeps of each query head in eight bits; its scale is not rounded."""
+    heads = hadamard(x.reshape(-1, dim), dim & -dim)
+    scale = heads.abs().amax(-1, keepdim=True) / 127
+    return hadamard((heads / scale).round() * scale, dim & -dim).view(x.shape)
+
+
 def reference(shape: Shape, qkv: torch.Tensor, first: int) -> torch.Tensor:
     """Attention of positions >= first of one request, whole keys and values at hand, in float64."""
     n, dim = qkv.shape[0], shape.dim
     q, k, v = qkv.split([shape.heads * dim, shape.kv_heads * dim, shape.kv_heads * dim], dim=1)
     if shape.kv == "bf16":
         q, k, v = (t.bfloat16() for t in (q, k, v))
+    if shape.kv == "i8":
+        q, k, v = query_in_bytes(q, dim), cached_in_bytes(k, dim, rotate=True), cached_in_bytes(v, dim, rotate=False)
     group = shape.heads // shape.kv_heads
     q = q.double().view(n, shape.heads, dim)[first:].transpose(0, 1)
     k = k.double().view(n, shape.kv_heads, dim).transpose(0, 1).repeat_interleave(group, 0)

@@ -11,7 +11,8 @@ from pagemill import _native
 from tests.kernels.paged import PagedCache, Shape, attend, reference
 
 # bf16: probabilities are rounded to 8 bits before they meet the values (averaging shrinks it); f32: sums only.
-TOLERANCE = {"bf16": 6e-3, "f32": 2e-5}
+# i8: against the same bytes of keys, values and queries; probabilities are rounded to 15 bits.
+TOLERANCE = {"bf16": 6e-3, "f32": 2e-5, "i8": 2e-3}
 
 SHAPES = [
     Shape(),
@@ -25,6 +26,12 @@ SHAPES = [
     Shape(window=20),
     Shape(window=300, dim=48),
     Shape(softcap=5.0, scale=0.5),
+    Shape(kv="i8"),
+    Shape(kv="i8", heads=9, kv_heads=3, block_size=32),
+    Shape(kv="i8", heads=8, kv_heads=1, dim=128, window=40),
+    Shape(kv="i8", heads=3, kv_heads=3, dim=80),
+    Shape(kv="i8", heads=2, kv_heads=2, dim=5, softcap=5.0),
+    Shape(kv="i8", heads=4, kv_heads=2, dim=256, window=300),
     Shape(kv="f32"),
     Shape(kv="f32", heads=5, kv_heads=1, dim=96, window=17, softcap=30.0),
 ]
@@ -55,7 +62,15 @@ def test_matches_reference(isa: str, shape: Shape) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [Shape(), Shape(window=40, kv="f32"), Shape(heads=8, kv_heads=1, dim=40, softcap=9.0)], ids=str
+    "shape",
+    [
+        Shape(),
+        Shape(window=40, kv="f32"),
+        Shape(heads=8, kv_heads=1, dim=40, softcap=9.0),
+        Shape(kv="i8"),
+        Shape(kv="i8", heads=8, kv_heads=1, dim=24, window=40),
+    ],
+    ids=str,
 )
 def test_bytes_do_not_depend_on_load(isa: str, shape: Shape, threads: None) -> None:
     """Whole prompt, chunks of 1, 7 and 64, neighbours, other blocks, 1 and 2 threads: one answer."""
@@ -89,9 +104,10 @@ def test_bytes_do_not_depend_on_load(isa: str, shape: Shape, threads: None) -> N
         assert torch.equal(alone, run(chunk, num_threads, neighbours, seed)), (chunk, num_threads, neighbours)
 
 
-def test_split_context_gives_the_same_bytes(isa: str, threads: None) -> None:
+@pytest.mark.parametrize("kv", ["bf16", "i8"])
+def test_split_context_gives_the_same_bytes(isa: str, threads: None, kv: str) -> None:
     """One long decode is cut over the threads; one thread walks it in a row."""
-    shape = Shape(heads=3, kv_heads=1)
+    shape = Shape(heads=3, kv_heads=1, kv=kv)
     generator = torch.Generator().manual_seed(4)
     cache = PagedCache(shape, [3000], generator)
     qkv = make_qkv(shape, 3000, generator)
@@ -104,12 +120,15 @@ def test_split_context_gives_the_same_bytes(isa: str, threads: None) -> None:
     assert torch.equal(results[0], results[2])
 
 
-def test_a_broken_neighbour_stays_alone(isa: str) -> None:
-    """NaN and infinity in one request's keys and values leave the other's bytes as they were."""
-    shape = Shape()
+@pytest.mark.parametrize("kv", ["bf16", "f32", "i8"])
+@pytest.mark.parametrize("part", ["all", "values"])
+def test_a_broken_neighbour_stays_alone(isa: str, kv: str, part: str) -> None:
+    """NaN in one request's keys and values leaves the other's bytes as they were, and shows in its own."""
+    shape = Shape(kv=kv)
     generator = torch.Generator().manual_seed(5)
     good = make_qkv(shape, 45, generator)
-    bad = torch.full((45, good.shape[1]), float("nan"))
+    bad = make_qkv(shape, 45, generator)
+    bad[:, 0 if part == "all" else -shape.kv_heads * shape.dim :] = float("nan")
     cache = PagedCache(shape, [45, 45], generator)
     cache.write(0, 0, good)
     cache.write(1, 0, bad)
@@ -126,7 +145,7 @@ def test_a_broken_neighbour_stays_alone(isa: str) -> None:
     kv_heads=st.integers(1, 3),
     dim=st.integers(1, 70),
     groups_per_block=st.integers(1, 3),
-    kv=st.sampled_from(["bf16", "f32"]),
+    kv=st.sampled_from(["bf16", "f32", "i8"]),
     window=st.one_of(st.just(0), st.integers(1, 90)),
     requests=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 80)), min_size=1, max_size=5),
 )

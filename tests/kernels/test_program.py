@@ -62,8 +62,10 @@ class Rows:
         self.native = NativeBackend(
             decoder, specs, kv, torch.device("cpu"), max_tokens=MAX_TOKENS, max_logits=MAX_TOKENS
         )
-        shape = [(order.numel(), BLOCK, spec.num_kv_heads, spec.head_dim) for spec in decoder.attention_specs]
-        self.caches = [KVLayer(torch.zeros(s, dtype=kv), torch.zeros(s, dtype=kv)) for s in shape]
+        self.caches = [
+            KVLayer(order.numel(), BLOCK, spec.num_kv_heads, spec.head_dim, kv, torch.device("cpu"))
+            for spec in decoder.attention_specs
+        ]
 
     def inputs(self, new: dict[int, list[int]], wanted: str = "all") -> StepInputs:
         """Append tokens to some rows; logits of all tokens, or of each row's last."""
@@ -115,7 +117,16 @@ def test_every_family_equals_the_reference(isa: str, family: str, decoder_of: Ca
         torch.testing.assert_close(got, rows.reference(inputs), atol=2e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("kv", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+def test_an_int8_cache_is_near_the_reference(isa: str, decoder_of: Callable[[str], Decoder]) -> None:
+    """The native kernels round queries and probabilities too, the reference only what it keeps."""
+    rows = Rows(decoder_of("llama"), 2, kv=torch.int8)
+    for new in ({0: tokens(37, 1), 1: tokens(3, 2)}, {0: tokens(1, 3), 1: tokens(40, 4)}):
+        inputs = rows.inputs(new)
+        want = rows.reference(inputs)
+        assert torch.linalg.norm(rows.native.forward(inputs) - want) < 0.05 * torch.linalg.norm(want)
+
+
+@pytest.mark.parametrize("kv", [torch.bfloat16, torch.float32, torch.int8], ids=["bf16", "f32", "i8"])
 def test_bytes_do_not_depend_on_load(
     isa: str, kv: torch.dtype, decoder_of: Callable[[str], Decoder], threads: None
 ) -> None:

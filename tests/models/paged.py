@@ -25,13 +25,14 @@ class PagedRun:
         order = torch.randperm(rows * per_row, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
         self.tables = order.view(rows, per_row)
         self.groups = 1 + max(spec.group for spec in decoder.attention_specs)
+        cpu = torch.device("cpu")
         self.caches = [
-            KVLayer(
-                torch.full((rows * per_row, block_size, spec.num_kv_heads, spec.head_dim), float("nan")),
-                torch.full((rows * per_row, block_size, spec.num_kv_heads, spec.head_dim), float("nan")),
-            )
+            KVLayer(rows * per_row, block_size, spec.num_kv_heads, spec.head_dim, torch.float32, cpu)
             for spec in decoder.attention_specs
         ]
+        for cache in self.caches:
+            for tensor in cache.tensors:
+                tensor.fill_(float("nan"))
         self.lengths = [0] * rows
 
     def step(self, new: dict[int, Sequence[int]]) -> torch.Tensor:

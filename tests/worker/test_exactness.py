@@ -17,7 +17,8 @@ native = pytest.importorskip("pagemill._native")
 WEIGHTS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
-    "int8": {"quantization": "int8"},
+    "int8": {"quantization": "int8"},  # and an int8 KV cache
+    "int8, bfloat16 KV": {"quantization": "int8", "kv_cache_dtype": "bfloat16"},
 }
 NUM_REQUESTS = 32
 WAYS = [

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +23,13 @@ __all__ = [
     "apply_rope",
     "attention_steps",
     "experts",
+    "from_bytes",
     "gated",
     "hadamard",
     "paged_attention",
     "rms_norm",
     "softcap",
+    "to_bytes",
 ]
 
 QUERY_TILE = 256
@@ -43,12 +44,75 @@ ACTIVATIONS = {
 }
 
 
-@dataclass(slots=True, eq=False)
 class KVLayer:
-    """One layer's part of the KV cache."""
+    """One layer's part of the KV cache.
 
-    keys: torch.Tensor  # [num_blocks, block_size, Hkv, D]
-    values: torch.Tensor  # [num_blocks, block_size, Hkv, D]
+    int8: each key and value of a token and KV head has its own scale, keys after a Hadamard transform of the head,
+    since a few of their dimensions are much larger than the rest.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Not filled: on a CPU the pages cost nothing until a request writes them."""
+        shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        # keys and values, one after the other
+        self.tensors = [torch.empty(shape, dtype=dtype, device=device) for _ in range(2)]  # [blocks, size, Hkv, D]
+        self.scales: list[torch.Tensor] = []  # [num_blocks, block_size, Hkv, 1] each; none where dtype is a float
+        if dtype == torch.int8:
+            self.scales = [torch.empty((*shape[:3], 1), dtype=torch.bfloat16, device=device) for _ in range(2)]
+        self._hadamard_block = head_dim & -head_dim
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.tensors[0].shape[1]
+
+    def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Keys and values [n, Hkv, D] of the tokens at ``slots`` [n]."""
+        if not self.scales:
+            for tensor, new in zip(self.tensors, (keys, values), strict=True):
+                tensor.flatten(0, 1)[slots] = new.to(tensor.dtype)
+            return
+        new_bytes = (to_bytes(hadamard(keys, self._hadamard_block)), to_bytes(values))
+        for tensor, scales, (steps, scale) in zip(self.tensors, self.scales, new_bytes, strict=True):
+            tensor.flatten(0, 1)[slots] = steps
+            scales.flatten(0, 1)[slots] = scale
+
+    def read(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of whole blocks: float32 [len(blocks) * block_size, Hkv, D] each."""
+        if not self.scales:
+            keys, values = (tensor[blocks].flatten(0, 1).float() for tensor in self.tensors)
+            return keys, values
+        keys, values = (
+            from_bytes(tensor[blocks], scales[blocks]).flatten(0, 1)
+            for tensor, scales in zip(self.tensors, self.scales, strict=True)
+        )
+        return hadamard(keys, self._hadamard_block), values
+
+    def copy_block(self, source: int, target: int) -> None:
+        """All of one block."""
+        for tensor in (*self.tensors, *self.scales):
+            tensor[target] = tensor[source]
+
+
+def to_bytes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., D] as int8 and a bfloat16 scale [..., 1], rounded up so that no value lies beyond 127 steps."""
+    scale = (x.float().abs().amax(-1, keepdim=True) / 127).clamp_min(1e-30)
+    rounded = scale.bfloat16()
+    up = torch.where(rounded.float() < scale, torch.nextafter(rounded, rounded.new_tensor(math.inf)), rounded)
+    return (x.float() / up.float()).round().to(torch.int8), up
+
+
+def from_bytes(steps: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """float32 [..., D]."""
+    return steps.float() * scale.float()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -105,11 +169,11 @@ def paged_attention(
 
 def _gather(cache: KVLayer, table: torch.Tensor, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of positions low .. high, through the row's block table: float32 [high - low, Hkv, D] each."""
-    size = cache.keys.shape[1]
+    size = cache.block_size
     blocks = table[low // size : -(-high // size)].long()
     inside = slice(low % size, low % size + high - low)
-    keys, values = (part[blocks].flatten(0, 1)[inside].float() for part in (cache.keys, cache.values))
-    return keys, values
+    keys, values = cache.read(blocks)
+    return keys[inside], values[inside]
 
 
 def _attend(
@@ -213,9 +277,8 @@ class ReferenceOps:
         q, k, v = torch.split(qkv, [spec.num_heads * dim, kv_width, kv_width], dim=-1)
         q = self._norm_and_rotate(q, spec.q_norm, spec)
         k = self._norm_and_rotate(k, spec.k_norm, spec)
-        cache, slots = self.kv_caches[spec.layer], self.step.slot_mapping[spec.group].long()
-        cache.keys.flatten(0, 1)[slots] = k.to(cache.keys.dtype)
-        cache.values.flatten(0, 1)[slots] = v.reshape(-1, spec.num_kv_heads, dim).to(cache.values.dtype)
+        slots = self.step.slot_mapping[spec.group].long()
+        self.kv_caches[spec.layer].write(slots, k, v.reshape(-1, spec.num_kv_heads, dim))
         return q.flatten(1)
 
     def _norm_and_rotate(self, x: torch.Tensor, norm: torch.Tensor | None, spec: AttentionSpec) -> torch.Tensor:
@@ -252,8 +315,7 @@ def attention_steps(
     spec: AttentionSpec, steps: Sequence[tuple[torch.Tensor, StepInputs]], num_blocks: int, block_size: int
 ) -> torch.Tensor:
     """Steps of one layer over one cache, float32: their outputs one after another [tokens, Hq D]."""
-    shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-    cache = [KVLayer(torch.zeros(shape), torch.zeros(shape))]
+    cache = [KVLayer(num_blocks, block_size, spec.num_kv_heads, spec.head_dim, torch.float32, torch.device("cpu"))]
     results = []
     for qkv, inputs in steps:
         ops = ReferenceOps(inputs, cache)

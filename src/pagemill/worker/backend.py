@@ -44,7 +44,8 @@ class ReferenceBackend:
     @staticmethod
     def layer_block_bytes(model: ModelConfig, block_size: int, kv_dtype: torch.dtype) -> int:
         """Keys and values of one block of one layer."""
-        return 2 * block_size * model.num_kv_heads * model.head_dim * kv_dtype.itemsize
+        scale_bytes = torch.bfloat16.itemsize if kv_dtype == torch.int8 else 0
+        return 2 * block_size * model.num_kv_heads * (model.head_dim * kv_dtype.itemsize + scale_bytes)
 
     def __init__(
         self,
@@ -63,10 +64,9 @@ class ReferenceBackend:
         self._caches: list[KVLayer] = []  # one per layer
         for attention in decoder.attention_specs:
             spec = specs[attention.group]
-            shape = (spec.num_blocks, spec.block_size, attention.num_kv_heads, attention.head_dim)
-            # Not filled: on a CPU the pages cost nothing until a request writes them.
-            keys, values = (torch.empty(shape, dtype=kv_dtype, device=device) for _ in range(2))
-            self._caches.append(KVLayer(keys, values))
+            self._caches.append(
+                KVLayer(spec.num_blocks, spec.block_size, attention.num_kv_heads, attention.head_dim, kv_dtype, device)
+            )
 
     @torch.no_grad()
     def forward(self, inputs: StepInputs) -> torch.Tensor:
@@ -79,6 +79,4 @@ class ReferenceBackend:
         """Layer by layer."""
         for copy in copies:
             for layer in self._specs[copy.group].layers:
-                cache = self._caches[layer]
-                cache.keys[copy.target] = cache.keys[copy.source]
-                cache.values[copy.target] = cache.values[copy.source]
+                self._caches[layer].copy_block(copy.source, copy.target)

@@ -45,7 +45,12 @@ log = logging.getLogger(__name__)
 
 NATIVE_BLOCK_MULTIPLE = 16
 PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}
-KV_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+KV_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "int8": torch.int8,
+}
 
 
 class Executor(Protocol):
@@ -115,7 +120,7 @@ class InprocExecutor:
             checkpoint.close()
         with phases("plan"):
             narrow = decoder.dtype != torch.float32 or (native and config.dtype == "auto" and quantized)
-            kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, torch.bfloat16 if narrow else torch.float32)
+            kv_dtype = _kv_dtype(config, narrow)
             plan = _plan(config, decoder, platform, memory, _backend_class(native), kv_dtype)
             log.info("%s", plan.render())
         with phases("allocate"):
@@ -221,7 +226,7 @@ def _why_not_native(config: EngineConfig, platform: Platform) -> str | None:
     if config.block_size % NATIVE_BLOCK_MULTIPLE:
         return f"their blocks are multiples of {NATIVE_BLOCK_MULTIPLE} tokens, not --block-size={config.block_size}"
     if config.kv_cache_dtype == "float16":
-        return "their KV cache is bfloat16 or float32, not --kv-cache-dtype=float16"
+        return "their KV cache is bfloat16, float32 or int8, not --kv-cache-dtype=float16"
     try:
         importlib.import_module("pagemill._native")
     except ImportError as error:
@@ -257,6 +262,14 @@ def _plain_where_it_fits(config: EngineConfig, checkpoint: Checkpoint, memory: M
         return config
     log.info("weights: as float32, which PyTorch's functions need")
     return dataclasses.replace(config, dtype="float32")
+
+
+def _kv_dtype(config: EngineConfig, narrow: bool) -> torch.dtype:
+    """``narrow``: whether what runs through the model is fewer than 32 bits wide."""
+    if config.kv_cache_dtype == "auto" and config.quantization == "int8":
+        log.info("KV cache: int8, which costs nothing measurable beside int8 weights")
+        return torch.int8
+    return KV_DTYPES.get(config.kv_cache_dtype, torch.bfloat16 if narrow else torch.float32)
 
 
 def _plan(

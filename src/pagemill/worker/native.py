@@ -20,7 +20,7 @@ from pagemill.worker.graphs import Recorder, compile_program
 
 __all__ = ["NativeBackend"]
 
-KV_TYPES = {torch.bfloat16: 0, torch.float32: 1}
+KV_TYPES = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}
 
 
 WARM_BYTES = 512 << 20
