@@ -9,7 +9,8 @@
 namespace pm::PM_ISA {
 namespace {
 
-using SumTile = void (*)(const std::byte*, int64_t, const std::byte*, int64_t, const std::byte*, float*);
+using SumTile = void (*)(const std::byte*, int64_t, const std::byte*, int64_t, const std::byte*, int64_t,
+                         float*);
 
 template <class S, int MR>
 constexpr SumTile tile_or_null() {
@@ -31,7 +32,8 @@ void sum_panel(const PackedLinear& w, const std::byte* act, int64_t row_bytes, i
                const Ahead& ahead, float* tile) {
   const std::byte* start = w.data.as<std::byte>() + panel * w.panel_bytes;
   for (int column = 0; column < kPanel; column += 2 * kLanes) {
-    kByRows<S>[rows - 1](act, row_bytes, start + column * 4, w.steps, ahead.data + column * 4, tile + column);
+    kByRows<S>[rows - 1](act, row_bytes, start + column * 4, w.steps, ahead.data + column * 4, ahead.stride,
+                        tile + column);
   }
 }
 

@@ -120,10 +120,10 @@ void sum_group(const std::byte* act, int64_t row_bytes, const std::byte* w, cons
         const I32 both0 = load_i32(at);
         [[maybe_unused]] const I32 both1 = NV > 1 ? load_i32(at + kLanes * 4) : both0;
         prefetch(at + kAhead);
-        prefetch_second_level(next + pair * kStepBytes);
+        prefetch_second_level(next + pair * ahead.stride);
         if constexpr (NV > 1) {
           prefetch(at + kAhead + 64);
-          prefetch_second_level(next + pair * kStepBytes + 64);
+          prefetch_second_level(next + pair * ahead.stride + 64);
         }
         {
           const int step = 2 * pair;
@@ -152,10 +152,10 @@ void sum_group(const std::byte* act, int64_t row_bytes, const std::byte* w, cons
           const W8 w0 = prepare_w8(load_i32(at));
           [[maybe_unused]] const W8 w1 = NV > 1 ? prepare_w8(load_i32(at + kLanes * 4)) : w0;
           prefetch(at + kAhead);
-          prefetch_second_level(next + step * kStepBytes);
+          prefetch_second_level(next + step * ahead.stride);
           if constexpr (NV > 1) {
             prefetch(at + kAhead + 64);
-            prefetch_second_level(next + step * kStepBytes + 64);
+            prefetch_second_level(next + step * ahead.stride + 64);
           }
           PM_EACH_ROW(PM_ROW_STEP8)
         }
@@ -164,7 +164,7 @@ void sum_group(const std::byte* act, int64_t row_bytes, const std::byte* w, cons
       }
     }
     for (int i = 0; i < K::kScaleHalves; i += 32) prefetch_second_level(next_scales + i);
-    w += K::kGroupBytes, next += K::kGroupBytes, next_scales += K::kScaleHalves;
+    w += K::kGroupBytes, next += K::kGroupBytes / kStepBytes * ahead.stride, next_scales += K::kScaleHalves;
     a0 += sizeof(GroupRecord), a3 += sizeof(GroupRecord), a6 += sizeof(GroupRecord), a9 += sizeof(GroupRecord);
   }
   PM_EACH_ROW(PM_ROW_STORE)
@@ -192,7 +192,7 @@ void sum_group_panel(const PackedLinear& w, const std::byte* act, int64_t row_by
   const std::byte* start = w.data.as<std::byte>() + panel * w.panel_bytes;
   const uint16_t* scales = w.scales.as<uint16_t>() + panel * w.scale_panel_halves;
   for (int column = 0; column < kPanel; column += kGroupVectors * kLanes) {
-    const Ahead shifted = {ahead.data + column * 4, ahead.scales + column};
+    const Ahead shifted = {ahead.data + column * 4, ahead.scales + column, ahead.stride};
     kByRows<K>[rows - 1](act, row_bytes, start + column * 4, scales + column, w.steps, w.scale_shift, shifted,
                          tile + column);
   }

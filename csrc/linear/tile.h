@@ -99,10 +99,11 @@ inline void prefetch_second_level(const void* p) { __builtin_prefetch(p, 0, 2); 
   }
 
 // Sums rows act[0 .. MR), `row_bytes` apart, against the two vectors of columns that begin at `w`, and leaves the raw sums
-// (int32 as its bits) in tile[row * kPanel + column]. Fetches as many bytes from `next` on into the second cache level.
+// (int32 as its bits) in tile[row * kPanel + column]. Fetches what lies at `next` into the second
+// cache level, `next_stride` bytes further with each step.
 template <class S, int MR>
 void sum_tile(const std::byte* act, int64_t row_bytes, const std::byte* w, int64_t steps, const std::byte* next,
-              float* tile) {
+              int64_t next_stride, float* tile) {
   // From the second cache level into the first.
   constexpr int64_t kAhead = MR <= 6 ? 2048 : 1024;
   const std::byte *a0 = act, *a3 = act + 3 * row_bytes, *a6 = act + 6 * row_bytes, *a9 = act + 9 * row_bytes;
@@ -117,7 +118,7 @@ void sum_tile(const std::byte* act, int64_t row_bytes, const std::byte* w, int64
       prefetch_second_level(next + 64);
     }
     PM_EACH_ROW(PM_ROW_STEP)
-    w += kStepBytes, next += kStepBytes;
+    w += kStepBytes, next += next_stride;
     a0 += S::kActBytes, a3 += S::kActBytes, a6 += S::kActBytes, a9 += S::kActBytes;
   }
   PM_EACH_ROW(PM_ROW_STORE)
