@@ -45,14 +45,19 @@ class Team {
     }
   }
 
-  // The first task of a rank's share of n.
-  int64_t first_task(int64_t n, int rank) const { return n * rank / size_; }
+  // This rank's share of n tasks is [first_of_share(n), end_of_share(n)).
+  int64_t first_of_share(int64_t n) const { return size_ == 1 ? 0 : first_task(n, rank_); }
+  int64_t end_of_share(int64_t n) const { return size_ == 1 ? n : first_task(n, rank_ + 1); }
+
+  // A team of this rank alone: it runs all tasks itself, waits for nobody, and has its rank's scratch memory.
+  Team alone() const { return Team(rank_, 1, nullptr); }
 
  private:
   friend struct detail::Shared;
-  static constexpr int kSlots = 16;
+  static constexpr int kSlots = 32;
 
   Team(int rank, int size, detail::Shared* shared) : rank_(rank), size_(size), shared_(shared) {}
+  int64_t first_task(int64_t n, int rank) const { return n * rank / size_; }
   int open_slot();
   // Out of line: this header is read by *.isa.cpp files, where an inline copy could be built for the wrong CPU.
   int64_t draw(int slot, int owner, int64_t count);

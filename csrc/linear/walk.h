@@ -37,10 +37,10 @@ void walk(Team& team, const LinearArgs& args, SumPanel sum, int tile_rows, int64
   const int64_t fitting = kBlockBytes / x.row_bytes / tile_rows * tile_rows;
   const int64_t most = fitting > 2 * tile_rows ? fitting : 2 * tile_rows;
   const int64_t blocks = (x.rows + most - 1) / most, tasks = w.panels * blocks;
-  const int64_t last_of_share = team.first_task(tasks, team.rank() + 1) - 1;
+  const int64_t last_of_share = team.end_of_share(tasks) - 1;
   const auto after = [&](int64_t task) {
     if (task != last_of_share) return panel_at(w, (task + 1) % w.panels);
-    return args.next ? panel_at(*args.next, team.first_task(args.next->panels, team.rank()))
+    return args.next ? panel_at(*args.next, team.first_of_share(args.next->panels))
                      : panel_at(w, task % w.panels);
   };
   team.for_each(tasks, [&](int64_t task) {

@@ -25,6 +25,7 @@ class Moe final : public Instruction {
 
   const char* name() const override { return "moe"; }
   RowKind rows() const override { return s_.rows; }
+  bool together() const override { return true; }
   std::vector<int> buffers() const override {
     return {s_.router, s_.act, s_.pairs_in, s_.inner, s_.pairs_act, s_.pairs_out, s_.out};
   }

@@ -5,10 +5,20 @@
 #include <stdexcept>
 
 namespace pm {
+namespace {
+
+// Rows for each rank from which on a rank takes whole tiles: it reads all weights, and computes on each about as long
+// as the next takes to arrive.
+constexpr int64_t kRowsAlone = 12;
+
+using Clock = std::chrono::steady_clock;
+
+}  // namespace
 
 std::byte* Frame::row(int buffer, int64_t at) const {
   const auto& info = program->buffers_[static_cast<size_t>(buffer)];
-  return program->arena_.as<>() + info.offset + (info.whole ? at : at - first) * info.row_bytes;
+  return info.whole ? program->arena_.as<>() + info.offset + at * info.row_bytes
+                    : local + info.offset + (at - first) * info.row_bytes;
 }
 
 int64_t Frame::row_bytes(int buffer) const { return program->buffers_[static_cast<size_t>(buffer)].row_bytes; }
@@ -57,9 +67,10 @@ void Program::cut_segments() {
     const Instruction& op = *instructions_[i];
     const bool alone = op.whole_step();
     if (segments_.empty() || alone || !segments_.back().tiled || segments_.back().rows != op.rows()) {
-      segments_.push_back({i, i, op.rows(), !alone});
+      segments_.push_back({i, i, op.rows(), !alone, false});
     }
     segments_.back().end = i + 1;
+    segments_.back().together |= op.together();
     for (const int b : op.buffers()) {
       BufferInfo& buffer = buffers_[static_cast<size_t>(b)];
       const int segment = static_cast<int>(segments_.size()) - 1;
@@ -85,11 +96,11 @@ int64_t Program::rows_of(const BufferInfo& buffer) const {
 // First fit by size, largest first: a buffer takes the lowest place that is free for as long as it lives. A buffer of
 // a tile lives from its first to its last instruction; one that crosses segments lives through all of them, because
 // every tile of a segment runs before the next segment starts.
-void Program::place_buffers() {
+int64_t Program::place_buffers(bool whole) {
   std::vector<BufferInfo*> order, placed;
   for (BufferInfo& buffer : buffers_) {
-    if (buffer.first < 0) continue;
-    if (buffer.whole) {
+    if (buffer.first < 0 || buffer.whole != whole) continue;
+    if (whole) {
       buffer.first_op = static_cast<int>(segments_[static_cast<size_t>(buffer.first)].begin);
       buffer.last_op = static_cast<int>(segments_[static_cast<size_t>(buffer.last)].end) - 1;
     }
@@ -111,13 +122,14 @@ void Program::place_buffers() {
                   buffer);
     total = std::max(total, at + bytes(*buffer));
   }
-  arena_ = Buffer(static_cast<size_t>(total + 64));
+  return total + 64;
 }
 
 void Program::finish() {
   if (finished_) return;
   cut_segments();
-  place_buffers();
+  arena_ = Buffer(static_cast<size_t>(place_buffers(true)));
+  local_bytes_ = place_buffers(false);
   const PackedLinear* next = nullptr;
   for (auto op = instructions_.rbegin(); op != instructions_.rend(); ++op) {
     (*op)->set_next_weights(next);
@@ -144,29 +156,47 @@ void Program::run(const ProgramInputs& in) {
   }
   const size_t scratch_bytes = static_cast<size_t>(threads * scratch_floats_) * sizeof(float);
   if (scratch_.size() < scratch_bytes) scratch_ = Buffer(scratch_bytes);
+  const size_t local_bytes = static_cast<size_t>(threads * local_bytes_);
+  if (locals_.size() < local_bytes) locals_ = Buffer(local_bytes);
   parallel([&](Team& team) { run_segments(team, in); });
 }
 
 void Program::run_segments(Team& team, const ProgramInputs& in) {
-  using Clock = std::chrono::steady_clock;
   const bool profiling = !seconds_.empty() && team.rank() == 0;
-  Clock::time_point before = Clock::now();
   for (const Segment& segment : segments_) {
     const int64_t rows = segment.rows == RowKind::tokens ? in.num_tokens : in.num_logits;
-    const int64_t tiles = segment.tiled ? (rows + tile_rows_ - 1) / tile_rows_ : 1;
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      const int64_t first = rows * tile / tiles, last = rows * (tile + 1) / tiles;  // even tiles: no small last one
-      if (first == last) continue;
-      const Frame frame{this, &in, first, last - first};
-      for (size_t i = segment.begin; i < segment.end; ++i) {
-        instructions_[i]->run(team, frame);
-        team.barrier();
-        if (!profiling) continue;
-        const Clock::time_point now = Clock::now();
-        seconds_[i] += std::chrono::duration<double>(now - before).count();
-        before = now;
-      }
+    if (rows == 0) continue;
+    const int64_t size = team.size(), fewest = segment.tiled ? (rows + tile_rows_ - 1) / tile_rows_ : 1;
+    const bool alone = segment.tiled && !segment.together && size > 1 && rows >= kRowsAlone * size;
+    const int64_t tiles = alone ? (fewest + size - 1) / size * size : fewest;
+    const auto frame = [&](int64_t tile, int rank) {  // even tiles: no small last one
+      const int64_t first = rows * tile / tiles, last = rows * (tile + 1) / tiles;
+      return Frame{this, &in, first, last - first, locals_.as<>() + rank * local_bytes_};
+    };
+    if (!alone) {
+      for (int64_t tile = 0; tile < tiles; ++tile) run_tile(team, segment, frame(tile, 0));
+      continue;
     }
+    team.for_each(tiles, [&](int64_t tile) {
+      Team solo = team.alone();
+      run_tile(solo, segment, frame(tile, team.rank()));
+    });
+    const Clock::time_point before = Clock::now();
+    team.barrier();
+    if (profiling) seconds_[segment.end - 1] += std::chrono::duration<double>(Clock::now() - before).count();
+  }
+}
+
+void Program::run_tile(Team& team, const Segment& segment, const Frame& frame) {
+  const bool profiling = !seconds_.empty() && team.rank() == 0;
+  Clock::time_point before = Clock::now();
+  for (size_t i = segment.begin; i < segment.end; ++i) {
+    instructions_[i]->run(team, frame);
+    team.barrier();
+    if (!profiling) continue;
+    const Clock::time_point now = Clock::now();
+    seconds_[i] += std::chrono::duration<double>(now - before).count();
+    before = now;
   }
 }
 

@@ -4,8 +4,11 @@
 // written. The instructions between two attentions form a segment, and a segment runs tile of rows by tile of rows, so
 // that a long chunk's activations stay in the cache: a buffer that no other segment reads holds one tile.
 //
-// Order within run(): plan the attention (calling thread) -> one parallel region: for each segment, for each tile, for
-// each instruction: run it on all ranks, then a barrier.
+// With rows enough for every rank, a tile is one rank's from the segment's first instruction to its last: nothing passes
+// between the cores, and the ranks wait for each other once a segment. With few rows that would read all weights once
+// for each rank; then the ranks share the columns of each product, with a barrier after each instruction.
+//
+// Order within run(): plan the attention (calling thread) -> one parallel region over the segments.
 #pragma once
 
 #include <cstdint>
@@ -52,6 +55,7 @@ struct Frame {
   const Program* program;
   const ProgramInputs* in;
   int64_t first, count;  // rows of this tile
+  std::byte* local;      // where the buffers lie that hold one tile
 
   std::byte* row(int buffer, int64_t row) const;
   float* floats(int buffer, int64_t at) const { return reinterpret_cast<float*>(row(buffer, at)); }
@@ -68,6 +72,8 @@ class Instruction {
   virtual RowKind rows() const { return RowKind::tokens; }
   // Reads rows that another tile writes, so it stands alone between two segments.
   virtual bool whole_step() const { return false; }
+  // Keeps notes on the tile in work, so the ranks must work on the same one.
+  virtual bool together() const { return false; }
   virtual std::vector<int> buffers() const = 0;  // read or written
   // The weights it multiplies with, if it is a product; and those of the product after it, to be fetched ahead.
   virtual const PackedLinear* weights() const { return nullptr; }
@@ -109,7 +115,8 @@ class Program {
   int64_t max_tokens() const { return max_tokens_; }
   int64_t max_logits() const { return max_logits_; }
   int64_t tile_rows() const { return tile_rows_; }
-  int64_t arena_bytes() const { return static_cast<int64_t>(arena_.size()); }
+  // Of the buffers that hold all rows of a step, and of one rank's that hold a tile.
+  int64_t arena_bytes() const { return static_cast<int64_t>(arena_.size()) + local_bytes_; }
   int64_t num_instructions() const { return static_cast<int64_t>(instructions_.size()); }
 
  private:
@@ -120,12 +127,13 @@ class Program {
     int first = -1, last = -1;  // segments that use it
     int first_op = -1, last_op = -1;
     bool whole = false;    // holds all rows of the step, not of a tile
-    int64_t offset = 0;    // into the arena
+    int64_t offset = 0;    // into the arena, or into a rank's part of the local memory
   };
   struct Segment {
     size_t begin, end;
     RowKind rows;
     bool tiled;
+    bool together;
   };
   struct PlanEntry {
     AttentionLayer layer;
@@ -135,8 +143,10 @@ class Program {
   };
 
   void cut_segments();
-  void place_buffers();
+  // Lays out the buffers that hold the whole step, or those that hold a tile; returns the bytes they take.
+  int64_t place_buffers(bool whole);
   void run_segments(Team& team, const ProgramInputs& in);
+  void run_tile(Team& team, const Segment& segment, const Frame& frame);
   int64_t rows_of(const BufferInfo& buffer) const;
 
   int64_t max_tokens_, max_logits_, tile_rows_;
@@ -147,7 +157,8 @@ class Program {
   std::vector<Segment> segments_;
   std::vector<PlanEntry> plans_;
   std::vector<double> seconds_;  // of each instruction; empty unless profiling
-  Buffer arena_, scratch_, partials_;
+  int64_t local_bytes_ = 0;
+  Buffer arena_, locals_, scratch_, partials_;
 };
 
 }  // namespace pm
