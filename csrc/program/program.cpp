@@ -9,7 +9,7 @@ namespace {
 
 // Rows for each rank from which on a rank takes whole tiles: it reads all weights, and computes on each about as long
 // as the next takes to arrive.
-constexpr int64_t kRowsAlone = 12;
+constexpr int64_t kRowsAlone = 8;
 
 using Clock = std::chrono::steady_clock;
 
