@@ -152,8 +152,17 @@ class ServerConfig:
     """Seconds that open requests get to finish after SIGTERM."""
     timeout_keep_alive: int = knob(120, low=1)
     """Seconds an idle connection stays open; longer than proxies' so that they close first."""
+    enable_log_requests: bool = knob(False)
+    """Write a line of JSON to stdout for each request that ends: ids, times, counts, reasons; no content."""
+    enable_log_content: bool = knob(False)
+    """Put prompts and outputs into those lines."""
+    max_log_len: int | None = knob(None, low=0)
+    """Most characters of each prompt and output in them. Default: all."""
+    otlp_traces_endpoint: str | None = knob(None)
+    """OpenTelemetry collector that gets a span per request: grpc://host:4317 or http://host:4318/v1/traces. Needs
+    pip install 'pagemill[otel]'."""
     log_level: str = knob("info", choices=("debug", "info", "warning", "error"))
-    """How much is logged. Prompts never are."""
+    """How much is logged about the server itself; never prompts."""
 
 
 @dataclass(frozen=True)

@@ -164,6 +164,30 @@ def test_sigterm_drains_and_exits_0(checkpoint: Path) -> None:
         assert running.process.wait(30) == 0
 
 
+def test_requests_are_logged_as_lines_of_json_without_content(checkpoint: Path) -> None:
+    flags = [*FLAGS, "--enable-log-requests", "--api-key", "secret-key"]
+    with serve_process(str(checkpoint), *flags) as running:
+        with httpx.Client(base_url=running.url, headers={"authorization": "Bearer secret-key"}, timeout=60) as http:
+            asked = {"prompt": "over the lazy dog", "max_tokens": 3, "ignore_eos": True}
+            assert http.post("/v1/completions", json=asked).status_code == 200
+            assert http.post("/v1/completions", json={"prompt": ""}).status_code == 400
+            assert http.get("/v1/models", headers={"authorization": "Bearer wrong-key"}).status_code == 401
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.stdout is not None
+        text = running.process.stdout.read()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [(line["event"], line.get("status")) for line in lines] == [
+        ("request", None), ("refused", 400), ("refused", 401),
+    ]  # fmt: skip
+    assert lines[0]["finish_reasons"] == ["length"]
+    assert lines[0]["prompt_tokens"] > 0
+    assert lines[0]["completion_tokens"] == 3
+    assert lines[0]["id"].startswith("cmpl-")
+    assert "lazy" not in text
+    assert "secret-key" not in text
+    assert "wrong-key" not in text
+
+
 def test_sigterm_without_patience_ends_open_requests(checkpoint: Path) -> None:
     flags = [*FLAGS, "--shutdown-timeout", "0"]
     with serve_process(str(checkpoint), *flags) as running, httpx.Client(base_url=running.url, timeout=60) as http:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-__all__ = ["CALLER", "Caller"]
+__all__ = ["CALLER", "NOBODY", "Caller"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +24,12 @@ class Caller:
     """Callers share cached prefixes only within a tenant."""
     route: str = ""
     """Where it came in."""
+    address: str = ""
+    """Its IP address, or its proxy's."""
     trace: tuple[tuple[str, str], ...] = ()
     """W3C trace context, as header names and values."""
 
 
-_NOBODY = Caller()
-CALLER: ContextVar[Caller] = ContextVar("pagemill_caller", default=_NOBODY)
+NOBODY = Caller()
+CALLER: ContextVar[Caller] = ContextVar("pagemill_caller", default=NOBODY)
 """The caller of the running task."""

@@ -16,12 +16,12 @@ import dataclasses
 import gc
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from pagemill.config import EngineConfig, validate
-from pagemill.engine.caller import CALLER
+from pagemill.engine.caller import CALLER, Caller
 from pagemill.engine.client import ProcessClient
 from pagemill.engine.detokenizer import Vocabulary
 from pagemill.engine.input import InputProcessor, PreparedRequest
@@ -29,6 +29,7 @@ from pagemill.engine.metrics import Metrics
 from pagemill.engine.output import OutputKind, OutputProcessor, RequestState
 from pagemill.engine.pacing import Pacer
 from pagemill.engine.process import EngineProcess
+from pagemill.engine.record import RequestRecord
 from pagemill.engine.wire import EngineFacts, StepOutputs
 from pagemill.errors import EngineDeadError, PagemillError, QueueFullError, ShuttingDownError
 from pagemill.model_config import ModelConfig
@@ -301,7 +302,7 @@ class AsyncLLM:
             self._check_open(params.n)
         else:
             prepared = prepare()
-        return self._admit(prepared, OutputKind(output_kind), arrival_s)
+        return self._admit(prepared, OutputKind(output_kind), arrival_s, caller)
 
     def _check_open(self, num_new: int) -> None:
         if self._closing:
@@ -332,11 +333,16 @@ class AsyncLLM:
             ),
         )
 
-    def _admit(self, prepared: PreparedRequest, kind: OutputKind, arrival_s: float) -> RequestStream:
+    def _admit(self, prepared: PreparedRequest, kind: OutputKind, arrival_s: float, caller: Caller) -> RequestStream:
         self._check_tokens(len(prepared.prompt_token_ids))
         stream = RequestStream(self)
         stream.state = RequestState(
-            prepared, kind=kind, arrival_s=arrival_s, vocabulary=self._output.vocabulary, on_change=stream.note
+            prepared,
+            kind=kind,
+            arrival_s=arrival_s,
+            vocabulary=self._output.vocabulary,
+            on_change=stream.note,
+            caller=caller,
         )
         assert self._client is not None
         self._output.add(stream.state)
@@ -372,6 +378,11 @@ class AsyncLLM:
         if self._client is None:
             raise EngineDeadError(f"{self._down_reason}; try again in a moment")
         return await self._client.call(name, *args)
+
+    def observe(self, observer: Callable[[RequestRecord], None], *, content: bool = False) -> None:
+        """Tell ``observer`` of every request that ends; with ``content``, of its text too."""
+        self._output.observers.append(observer)
+        self._output.keeps_content |= content
 
     def health(self) -> EngineHealth:
         """Whether requests are served, answered without asking the engine: busy is not dead."""

@@ -7,18 +7,24 @@ has not taken yet is merged.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from enum import StrEnum
 
 from pagemill.core.messages import EngineOutput, TokenLogprobs
+from pagemill.engine.caller import NOBODY, Caller
 from pagemill.engine.detokenizer import Detokenizer, StopStrings, Vocabulary
 from pagemill.engine.input import PreparedRequest
 from pagemill.engine.metrics import Metrics, RequestStats
+from pagemill.engine.record import RequestRecord
 from pagemill.engine.wire import StepOutputs
 from pagemill.errors import EngineError, NonFiniteLogitsError, PagemillError, RequestError
 from pagemill.params import CompletionOutput, FinishReason, Logprob, RequestOutput
 
 __all__ = ["CompletionState", "OutputKind", "OutputProcessor", "RequestState"]
+
+logger = logging.getLogger("pagemill.engine")
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
@@ -42,7 +48,7 @@ class CompletionState:
         *("_deferred", "_detokenizer", "_logprobs", "_parts", "_stops", "_token_ids", "_vocabulary"),
         *("cumulative_logprob", "error", "finish_reason", "index", "last_token_s", "num_tokens", "params"),
         *("request", "request_id", "scheduled_s", "stop_reason", "stop_strings_by_id", "first_token_s"),
-        *("num_cached_tokens", "num_preemptions"),
+        *("kept_token_ids", "num_cached_tokens", "num_preemptions"),
     )
 
     def __init__(
@@ -73,6 +79,8 @@ class CompletionState:
         self._stops = StopStrings(params.stop) if params.stop else None
         self._deferred = request.kind is OutputKind.FINAL and self._stops is None and params.logprobs is None
         """Text is made once, at the end."""
+        self.kept_token_ids: list[int] | None = None
+        """All tokens, where somebody wants to write them down."""
         self._token_ids: list[int] = []
         self._parts: list[str] = []
         self._logprobs: list[dict[int, Logprob]] = []
@@ -82,6 +90,8 @@ class CompletionState:
         token_ids = output.new_token_ids
         self.num_tokens += len(token_ids)
         self._token_ids += token_ids
+        if self.kept_token_ids is not None:
+            self.kept_token_ids += token_ids
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason
             self.stop_reason = output.stop_reason
@@ -163,7 +173,17 @@ class RequestState:
     """A request that someone waits for: its completions, and what was not taken yet."""
 
     __slots__ = (
-        *("_changed", "_prompt_logprobs", "arrival_s", "children", "error", "is_queued", "kind", "num_cached_tokens"),
+        *(
+            "_changed",
+            "_prompt_logprobs",
+            "arrival_s",
+            "caller",
+            "children",
+            "error",
+            "is_queued",
+            "kind",
+            "num_cached_tokens",
+        ),
         *("num_unfinished", "on_change", "params", "prompt", "prompt_token_ids", "request_id", "vocabulary"),
     )
 
@@ -175,7 +195,9 @@ class RequestState:
         arrival_s: float,
         vocabulary: Vocabulary,
         on_change: Callable[[], None],
+        caller: Caller = NOBODY,
     ) -> None:
+        self.caller = caller
         self.request_id = prepared.request_id
         """The caller's name for it."""
         self.prompt = prepared.prompt
@@ -258,6 +280,10 @@ class OutputProcessor:
         self.metrics = metrics
         self.num_queued_tokens = 0
         """Prompt tokens of the requests that still wait for their first token."""
+        self.observers: list[Callable[[RequestRecord], None]] = []
+        """Told of every request that ends."""
+        self.keeps_content = False
+        """Whether they are told what was said, too."""
         self._children: dict[str, CompletionState] = {}
         self._requests: dict[int, RequestState] = {}
 
@@ -276,6 +302,8 @@ class OutputProcessor:
         self._requests[id(state)] = state
         for child in state.children:
             self._children[child.request_id] = child
+            if self.keeps_content:
+                child.kept_token_ids = []
         self.num_queued_tokens += len(state.prompt_token_ids)
         self.metrics.num_open = len(self._children)
 
@@ -381,6 +409,52 @@ class OutputProcessor:
             del self._requests[id(state)]
             self.metrics.params_n.observe(state.params.n)
             self.metrics.longest_output.observe(max(each.num_tokens for each in state.children))
+            if self.observers:
+                self._tell(state, now_s)
+
+    def _tell(self, state: RequestState, now_s: float) -> None:
+        """Whatever they do with it is no matter of the request."""
+        try:
+            record = _record(state, now_s)
+            for observer in self.observers:
+                observer(record)
+        except Exception:
+            logger.exception("a finished request could not be written down")
+
+
+def _record(state: RequestState, now_s: float) -> RequestRecord:
+    """The record of a request that has just ended; ``now_s`` on the monotonic clock."""
+    children = state.children
+    begun = [child.first_token_s for child in children if child.first_token_s]
+    scheduled = [child.scheduled_s for child in children if child.scheduled_s]
+    scheduled_s = min(scheduled, default=now_s)
+    first_s = min(begun, default=now_s)
+    kept = [child.kept_token_ids for child in children]
+    return RequestRecord(
+        request_id=state.request_id,
+        caller=state.caller,
+        params=state.params,
+        streams=state.kind != "final",
+        ended_s=time.time(),
+        e2e_s=now_s - state.arrival_s,
+        queue_s=scheduled_s - state.arrival_s,
+        first_token_s=first_s - state.arrival_s if begun else None,
+        prefill_s=first_s - scheduled_s,
+        decode_s=max(0.0, max(child.last_token_s for child in children) - first_s),
+        num_prompt_tokens=len(state.prompt_token_ids),
+        num_cached_tokens=state.num_cached_tokens,
+        num_output_tokens=sum(child.num_tokens for child in children),
+        num_preemptions=sum(child.num_preemptions for child in children),
+        finish_reasons=[child.finish_reason.value for child in children if child.finish_reason is not None],
+        error=None if state.error is None else str(state.error),
+        prompt=_text(state, state.prompt_token_ids) if None not in kept else None,
+        outputs=[_text(state, ids) for ids in kept if ids is not None] or None,
+    )
+
+
+def _text(state: RequestState, token_ids: list[int]) -> str:
+    detokenizer = Detokenizer(state.vocabulary, skip_special_tokens=False)
+    return detokenizer.feed(token_ids) + detokenizer.close()
 
 
 def _candidates(found: TokenLogprobs, vocabulary: Vocabulary, chosen_text: str) -> dict[int, Logprob]:

@@ -24,6 +24,7 @@ from pagemill.server.generation import Admission, off_loop
 from pagemill.server.keys import Keys
 from pagemill.server.parsers.registry import Formats
 from pagemill.server.protocol import ChatCompletionRequest, RequestT, TokenizeRequest, parse
+from pagemill.server.request_log import NoLog, RefusalLog
 from pagemill.server.responses_api.store import ResponseStore
 from pagemill.server.structured import schema_hint, with_hint
 
@@ -54,6 +55,10 @@ class ServerContext:
         """Sampling parameters of requests that do not say."""
         self.block_map = BlockMap(engine)
         self.responses = ResponseStore(config.max_stored_responses, config.max_stored_response_bytes)
+        self.log: RefusalLog = NoLog()
+        """Told of requests that are answered with an error."""
+        self.traces = False
+        """Whether callers' trace contexts are wanted."""
         self.draining = False
         """Set once, on SIGTERM: open requests go on, new ones are answered 503."""
 

@@ -28,9 +28,12 @@ from pagemill.engine.frontend import AsyncLLM
 from pagemill.engine.process import EngineProcess
 from pagemill.errors import ConfigError
 from pagemill.server.keys import Keys
+from pagemill.server.request_log import RequestLog
 
 if TYPE_CHECKING:
     import ssl
+
+    from opentelemetry.sdk.trace import SpanProcessor
 
     from pagemill.server.context import ServerContext
 
@@ -100,12 +103,17 @@ class _Runner:
         self._config = config
         self._listener = listener
         self._keys = keys
+        self._tracing: SpanProcessor | None = None
         self._template = template
         self._process = process
         self._phases = phases
 
     async def run(self) -> int:
         """Start the engine, serve, and end it, whatever happened in between."""
+        if self._config.otlp_traces_endpoint is not None:
+            from pagemill.server.tracing import otlp_processor
+
+            self._tracing = otlp_processor(self._config.otlp_traces_endpoint)
         reads_files = bool(self._config.api_key_file or self._config.ssl_certfile)
         with _signals(reads_files) as stop:
             starting = asyncio.create_task(self._start_engine())
@@ -155,10 +163,11 @@ class _Runner:
         gc.collect()
         gc.freeze()  # what was made while starting stays; the collector need not walk it between tokens
         watching = asyncio.create_task(self._keys.watch())
-        await _first_of(serving, stop.first)
-        watching.cancel()
-        await _drain(app.context, self._config.shutdown_timeout, stop)
-        await engine.shutdown()
+        with _watchers(engine, app.context, self._tracing):
+            await _first_of(serving, stop.first)
+            watching.cancel()
+            await _drain(app.context, self._config.shutdown_timeout, stop)
+            await engine.shutdown()
         server.should_exit = True
         await serving
         return 0
@@ -170,6 +179,26 @@ def _import_http(config: ServerConfig) -> ssl.SSLContext | None:
     from pagemill.server.listen import tls_context
 
     return tls_context(config)
+
+
+@contextlib.contextmanager
+def _watchers(engine: AsyncLLM, context: ServerContext, tracing: SpanProcessor | None) -> Iterator[None]:
+    """Whoever wants to know of requests that end."""
+    config = context.config
+    with contextlib.ExitStack() as stack:
+        if config.enable_log_requests:
+            log = RequestLog(sys.stdout, context.model_name, max_chars=config.max_log_len)
+            stack.callback(log.close)
+            context.log = log
+            engine.observe(log.finished, content=config.enable_log_content)
+        if tracing is not None:
+            from pagemill.server.tracing import Tracer
+
+            tracer = Tracer(tracing, context.model_name)
+            stack.callback(tracer.close)
+            context.traces = True
+            engine.observe(tracer.finished)
+        yield
 
 
 async def _first_of(task: asyncio.Task[Any], event: asyncio.Event) -> None:
