@@ -1,12 +1,13 @@
 # Two commands: `make serve` and `make test`. Everything lives in .venv; a second call is quick.
 PYTHON ?= python3
 VENV := .venv
+CLIENTS := .venv-clients
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 EXTRA := import sys, tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies'][sys.argv[1]], sep='\n')
 
-.PHONY: serve test test-slow check format bench native sanitize clean
+.PHONY: serve test test-slow clients check format bench native sanitize clean
 
 serve: $(VENV)/.installed
 	$(BIN)/pagemill serve $(ARGS)
@@ -14,7 +15,7 @@ serve: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(ARGS)
 
-test-slow: $(VENV)/.installed-slow
+test-slow: $(VENV)/.installed-slow clients
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 # The same checks for people and for CI: format, lint, types.
@@ -48,5 +49,15 @@ $(VENV)/.installed-slow: $(VENV)/.installed-test
 	$(PIP_INSTALL) -r $(VENV)/browser.txt
 	touch $@
 
+# The programs that talk to the server in slow tests. Without Node.js its client is left out, and its test is skipped.
+clients: $(CLIENTS)/.installed
+
+$(CLIENTS)/.installed: pyproject.toml tests/clients/constraints.txt tests/clients/package.json
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -c "$(EXTRA)" clients > $(CLIENTS)/clients.txt
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c tests/clients/constraints.txt -r $(CLIENTS)/clients.txt
+	if command -v npm > /dev/null; then cp tests/clients/package.json $(CLIENTS) && npm install --silent --no-package-lock --prefix $(CLIENTS); fi
+	touch $@
+
 clean:
-	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -119,7 +119,17 @@ def test_other_content_is_refused_by_place(content: Any) -> None:
 def test_absent_content_is_empty_text_or_none_beside_tool_calls() -> None:
     assert render("{{ messages[0].content is none }}", [{"role": "user"}]) == "False"
     calls = [{"function": {"name": "f", "arguments": "{}"}}]
-    assert render("{{ messages[0].content is none }}", [{"role": "assistant", "tool_calls": calls}]) == "True"
+    source = "{{ messages[0].content is none }}{{ messages[0].tool_calls | length }}"
+    assert render(source, [{"role": "assistant", "tool_calls": calls}]) == "True1"
+
+
+@pytest.mark.parametrize("absent", [{}, {"content": None}])
+def test_a_template_without_tool_calls_gets_them_as_text(absent: dict[str, Any]) -> None:
+    calls = [{"function": {"name": name, "arguments": '{"a": "ü"}'}} for name in ("f", "g")]
+    shown = render("{{ messages[0].content }}", [{"role": "assistant", "tool_calls": calls} | absent])
+    assert shown == '{"name": "f", "arguments": {"a": "ü"}}\n{"name": "g", "arguments": {"a": "ü"}}'
+    said = {"role": "assistant", "content": "Let me see.", "tool_calls": calls}
+    assert render("{{ messages[0].content }}", [said]) == "Let me see."
 
 
 def test_arguments_of_tool_calls_reach_the_template_as_objects() -> None:

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from functools import lru_cache
 from typing import TypeVar
 
+from pagemill.engine.json_schemas import closed
 from pagemill.errors import RequestError
 from pagemill.params import StructuredOutputsParams
 
@@ -122,7 +123,7 @@ def _translated(form: str, text: str, compact: bool, lenient: bool) -> str:
         schema = json.loads(text)
         if not isinstance(schema, dict | bool):
             raise ValueError("a schema is an object")
-        return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
+        return LLMatcher.grammar_from_json_schema(closed(schema), overrides=options)  # type: ignore[arg-type]
     if form == "choice":
         return LLMatcher.grammar_from_regex("|".join(map(_escaped, json.loads(text))))
     if form == "regex":

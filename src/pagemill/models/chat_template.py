@@ -38,6 +38,7 @@ class ChatTemplate:
         self.source = source
         self._tokens = tokenizer.special_tokens
         self._problem: str | None = None
+        self._knows_calls = "tool_calls" in source
         self._loops_over_parts = self._knows_text = self._writes_arguments = False
         environment = TemplateSandbox()
         try:
@@ -102,7 +103,11 @@ class ChatTemplate:
             ) from error
 
     def _shaped(self, message: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """A copy as templates expect it: content as text or parts, arguments of tool calls as objects."""
+        """A copy as templates expect it: content as text or parts, arguments of tool calls as objects.
+
+        A template that knows nothing of tool calls gets them as absent content's text, or the model would not know what
+        it called.
+        """
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(f"{where} has no role", param=where)
         shaped = dict(message)
@@ -111,6 +116,9 @@ class ChatTemplate:
             shape = _with_text_arguments if self._writes_arguments else _with_object_arguments
             shaped["tool_calls"] = [shape(call) for call in calls]
         content = shaped.get("content")
+        if content is None and isinstance(calls, list) and not self._knows_calls:
+            content = _calls_as_text(shaped["tool_calls"])
+            shaped["content"] = content
         if content is None:
             shaped["content"] = None if calls else ""
         elif isinstance(content, str):
@@ -146,6 +154,12 @@ def _with_object_arguments(call: Any) -> Any:
     if not isinstance(arguments, dict):
         return call
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _calls_as_text(calls: list[Any]) -> str:
+    """As a model writes them that has no format of its own."""
+    functions = [call.get("function") if isinstance(call, Mapping) else call for call in calls]
+    return "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
 
 
 def _with_text_arguments(call: Any) -> Any:
