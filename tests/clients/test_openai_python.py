@@ -157,3 +157,25 @@ def test_errors_are_the_clients_own_kinds(client: openai.OpenAI) -> None:
         client.chat.completions.create(messages=USER, model="another")
     with pytest.raises(openai.BadRequestError, match="context"):
         client.completions.create(model=MODEL, prompt="word " * 6000)
+
+
+async def test_responses_are_created_continued_parsed_and_streamed(aclient: openai.AsyncOpenAI) -> None:
+    asked: Any = {"model": MODEL, "temperature": 0, "max_output_tokens": 40}
+    first = await aclient.responses.create(input="Name a river.", **asked)
+    assert first.output_text
+    second = await aclient.responses.create(input="And another?", previous_response_id=first.id, **asked)
+    assert second.usage is not None
+    assert first.usage is not None
+    assert second.usage.input_tokens > first.usage.input_tokens
+    assert (await aclient.responses.retrieve(first.id)).output_text == first.output_text
+    async with aclient.responses.stream(input="Name a river.", **asked) as stream:
+        deltas = [event.delta async for event in stream if event.type == "response.output_text.delta"]
+        final = await stream.get_final_response()
+    assert "".join(deltas) == final.output_text == first.output_text
+    parsed = await aclient.responses.parse(
+        input="Invent a book.", text_format=Book, **asked | {"max_output_tokens": 200}
+    )
+    assert isinstance(parsed.output_parsed, Book)
+    await aclient.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        await aclient.responses.retrieve(first.id)
