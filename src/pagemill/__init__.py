@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pagemill.engine.frontend import AsyncLLM
     from pagemill.engine.offline import LLM
     from pagemill.params import (
+        BeamSearchParams,
         CompletionOutput,
         FinishReason,
         Logprob,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
     "FinishReason",
@@ -45,6 +47,7 @@ _HOMES = {
     "AsyncLLM": "pagemill.engine.frontend",
     "EngineConfig": "pagemill.config",
     "ServerConfig": "pagemill.config",
+    "BeamSearchParams": "pagemill.params",
     "CompletionOutput": "pagemill.params",
     "FinishReason": "pagemill.params",
     "Logprob": "pagemill.params",

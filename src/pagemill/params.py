@@ -16,6 +16,7 @@ import msgspec
 from pagemill.errors import RequestError
 
 __all__ = [
+    "BeamSearchParams",
     "CompletionOutput",
     "FinishReason",
     "Logprob",
@@ -277,6 +278,30 @@ def _check_float(name: str, value: object, low: float, high: float, *, open_low:
         least = f"more than {low:g}" if open_low else f"at least {low:g}"
         most = "finite" if math.isinf(high) else f"at most {high:g}"
         raise RequestError(f"{name}={value} is out of range; it must be {least} and {most}", param=name)
+
+
+class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to search for the most probable continuations. Names are vLLM's; nothing is drawn at random."""
+
+    beam_width: int
+    """Continuations that are followed, and given in the end, best first; as many as log probabilities allow."""
+    max_tokens: int | None = 16
+    """Most output tokens. None: up to the context length."""
+    ignore_eos: bool = False
+    """Search past the end-of-text token."""
+    length_penalty: float = 1.0
+    """A finished one's sum of log probabilities is divided by its length to this power: above 0 favours long ones."""
+    logprobs: int | None = None
+    """As in :class:`SamplingParams`."""
+
+    def verify(self) -> None:
+        """Raise :class:`RequestError` for the first parameter out of its bounds."""
+        _check_int("beam_width", self.beam_width, 1, MAX_LOGPROBS)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 0, 2**31 - 1)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _check_float("length_penalty", self.length_penalty, -10.0, 10.0)
 
 
 class Logprob(msgspec.Struct, frozen=True):

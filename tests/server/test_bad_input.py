@@ -102,7 +102,6 @@ async def test_a_wrong_value_names_itself_and_the_limit(
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "n": 3, "best_of": 2}, "best_of"),
         ({"prompt": "a", "best_of": 3, "stream": True}, "best_of"),
-        ({"prompt": "a", "use_beam_search": True}, "use_beam_search"),
         ({"prompt": "a", "guided_choice": []}, "guided_choice"),
         ({"prompt": "a", "guided_choice": ["a"], "guided_regex": "a"}, "guided_choice"),
         ({"prompt": "a", "structured_outputs": {"structural_tag": "a"}}, "structured_outputs"),

@@ -17,6 +17,7 @@ from os import PathLike, fspath
 from typing import Any, Self, TypeVar
 
 from pagemill.config import DEFAULT_MODEL, EngineConfig, validate
+from pagemill.engine.beam_search import BeamSearch, step_params
 from pagemill.engine.client import InprocClient
 from pagemill.engine.detokenizer import Vocabulary
 from pagemill.engine.input import InputProcessor, PreparedRequest
@@ -27,7 +28,7 @@ from pagemill.engine.wire import StepOutputs
 from pagemill.errors import ConfigError, EngineDeadError, PagemillError, RequestError
 from pagemill.models.sources import resolve_source
 from pagemill.models.tokenizer import Tokenizer
-from pagemill.params import FinishReason, RequestOutput, SamplingParams
+from pagemill.params import BeamSearchParams, FinishReason, RequestOutput, SamplingParams
 
 __all__ = ["LLM", "Prompt"]
 
@@ -134,6 +135,26 @@ class LLM:
         }
         rendered: list[_Split] = [(self.text.render_chat(list(each), **options), False) for each in conversations]
         return self._run(rendered, sampling_params, use_tqdm, None)
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
+        """The most probable continuations of each prompt, best first; see :mod:`pagemill.engine.beam_search`."""
+        ending_ids = self._input.eos_token_ids
+        one = step_params(params, ending_ids, self.config.max_logprobs)
+        prepared = [self._prepare(*self._split(prompt), one, 0) for prompt in _as_list(prompts)]
+        searches = [
+            BeamSearch(each.prompt_token_ids, params, self.max_model_len - len(each.prompt_token_ids), ending_ids)
+            for each in prepared
+        ]
+        while any(steps := [search.prompts() for search in searches]):
+            outputs = iter(self._run([(prompt, False) for step in steps for prompt in step], one, False, None))
+            for search, step in zip(searches, steps, strict=True):
+                if step:
+                    search.advance(list(itertools.islice(outputs, len(step))))
+        vocabulary = self._output.vocabulary
+        return [
+            search.output(each.request_id, each.prompt, vocabulary)
+            for search, each in zip(searches, prepared, strict=True)
+        ]
 
     def complete(
         self, items: Iterable[tuple[Key, Prompt, SamplingParams]], *, ahead: int | None = None

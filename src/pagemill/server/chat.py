@@ -60,6 +60,7 @@ async def prepare_chat(context: ServerContext, asked: ChatCompletionRequest) -> 
         response_id("chatcmpl", asked.request_id),
         priority=asked.priority or 0,
         cache_salt=asked.cache_salt,
+        beams=asked.beams(params),
     )
     return PreparedChat(job, [formats.parser(text, use, bound=bound) for _ in range(params.n)])
 

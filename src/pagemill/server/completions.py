@@ -37,6 +37,7 @@ async def create_completion(context: ServerContext, request: Request) -> Respons
         response_id("cmpl", asked.request_id),
         priority=asked.priority or 0,
         cache_salt=asked.cache_salt,
+        beams=asked.beams(params),
     )
     headers = answer_headers(job.request_id, asked)
     answer = _Answer(context, asked, job)

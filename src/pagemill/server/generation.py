@@ -7,6 +7,7 @@ sequences, and usage. A generator that is closed early (a client went away) abor
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -14,9 +15,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from pagemill.engine.beam_search import BeamSearch, step_params
+from pagemill.engine.detokenizer import Vocabulary
 from pagemill.engine.metrics import Metrics
-from pagemill.errors import QueueFullError, RequestError
-from pagemill.params import RequestOutput, SamplingParams
+from pagemill.errors import PromptTooLongError, QueueFullError, RequestError
+from pagemill.params import BeamSearchParams, RequestOutput, SamplingParams
 from pagemill.server.engine_port import Engine
 
 __all__ = ["Admission", "Job", "Prompt", "Usage", "off_loop", "outputs", "response_id"]
@@ -55,6 +58,8 @@ class Job:
     request_id: str
     priority: int = 0
     cache_salt: str | None = None
+    beams: BeamSearchParams | None = None
+    """Search for the most probable continuations in place of sampling ``params.n``."""
 
     def __post_init__(self) -> None:
         """Refuse lists whose copies, one for each sequence, would hold up everybody else."""
@@ -142,7 +147,10 @@ async def outputs(
     count = len(job.prompts) * job.params.n
     admission.enter(count)
     try:
-        if len(job.prompts) == 1:
+        if job.beams is not None:
+            async for item in _beams(engine, job, job.beams):
+                yield item
+        elif len(job.prompts) == 1:
             async with aclosing(_generate(engine, job, 0, job.request_id, kind)) as stream:
                 async for output in stream:
                     yield 0, output
@@ -163,6 +171,38 @@ def _generate(engine: Engine, job: Job, index: int, request_id: str, kind: str) 
         cache_salt=job.cache_salt,
         output_kind=kind,
     )
+
+
+async def _beams(engine: Engine, job: Job, params: BeamSearchParams) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Step by step, the beams of all prompts side by side; each prompt's answer in the end."""
+    ending_ids = engine.tokenizer.eos_ids
+    one = step_params(params, ending_ids)
+    searches = []
+    for prompt in job.prompts:
+        room = engine.max_model_len - len(prompt.token_ids)
+        if room < max(1, params.max_tokens or 1):
+            raise PromptTooLongError(
+                f"the prompt has {len(prompt.token_ids)} tokens and max_tokens={params.max_tokens}; this model's"
+                f" context is {engine.max_model_len} tokens",
+                param="max_tokens",
+            )
+        searches.append(BeamSearch(prompt.token_ids, params, room, ending_ids))
+    number = 0
+    while any(steps := [search.prompts() for search in searches]):
+        number += 1
+        prompts = [Prompt(token_ids) for step in steps for token_ids in step]
+        step_job = Job(prompts, one, f"{job.request_id}-{number}", job.priority, job.cache_salt)
+        found: dict[int, RequestOutput] = {}
+        async with aclosing(_side_by_side(engine, step_job, "final")) as stream:
+            async for index, output in stream:
+                found[index] = output
+        outputs = iter([found[index] for index in range(len(prompts))])
+        for search, step in zip(searches, steps, strict=True):
+            if step:
+                search.advance(list(itertools.islice(outputs, len(step))))
+    vocabulary = Vocabulary(engine.tokenizer)
+    for index, search in enumerate(searches):
+        yield index, search.output(job.request_id, job.prompts[index].text, vocabulary)
 
 
 async def _side_by_side(engine: Engine, job: Job, kind: str) -> AsyncGenerator[tuple[int, RequestOutput], None]:

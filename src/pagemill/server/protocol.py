@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, ValidationError
 
 from pagemill.errors import RequestError
-from pagemill.params import SamplingParams, StructuredOutputsParams
+from pagemill.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from pagemill.server.errors import from_validation
 from pagemill.server.structured import Model as _Model
 from pagemill.server.structured import ResponseFormat, structured_outputs
@@ -87,6 +87,8 @@ class _Sampling(_Model):
     guided_regex: str | None = Field(None, description="A regular expression for the whole output.")
     guided_choice: list[str] | None = Field(None, description="The output is one of these.")
     guided_grammar: str | None = Field(None, description="A grammar in Lark's or GBNF's syntax.")
+    use_beam_search: bool | None = Field(None, description="Find the n most probable outputs; n is the beams' number.")
+    length_penalty: float | None = Field(None, description="Of beam search, -10 to 10; above 0 favours long outputs.")
 
     def _params(self, defaults: dict[str, Any], max_tokens: int | None, logprobs: int | None, n: int) -> SamplingParams:
         """Check everything that is the same for both routes."""
@@ -114,6 +116,28 @@ class _Sampling(_Model):
         for name, value in (self.model_extra or {}).items():
             if name in _NOT_BUILT and value not in (None, False, [], {}):
                 raise RequestError(f"{name} is not supported by this version; leave it out", param=name)
+
+    def beams(self, params: SamplingParams) -> BeamSearchParams | None:
+        """How to search, where that is asked for; RequestError for what has no meaning then."""
+        if not self.use_beam_search:
+            if self.length_penalty is not None:
+                raise RequestError("length_penalty needs use_beam_search=true", param="length_penalty")
+            return None
+        given = [name for name in _NOT_WITH_BEAMS if getattr(self, name, None) not in (None, False, 0, [], {})]
+        given += ["repetition_penalty"] if self.repetition_penalty not in (None, 1) else []
+        given += ["tool_choice"] if params.structured_outputs is not None else []
+        given += ["echo"] if params.prompt_logprobs is not None else []
+        if given:
+            raise RequestError(f"{given[0]} and use_beam_search exclude each other; leave one out", param=given[0])
+        searched = BeamSearchParams(
+            beam_width=params.n,
+            max_tokens=params.max_tokens,
+            ignore_eos=params.ignore_eos,
+            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+            logprobs=params.logprobs,
+        )
+        searched.verify()
+        return searched
 
     @property
     def include_usage(self) -> bool:
@@ -148,9 +172,14 @@ _PASSED_ON = (
     "truncate_prompt_tokens",
 )
 _CONSTRAINTS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_NOT_WITH_BEAMS = (
+    *("stream", "best_of", "response_format", *_CONSTRAINTS, "stop", "stop_token_ids", "logit_bias"),
+    *("allowed_token_ids", "bad_words", "min_tokens", "presence_penalty", "frequency_penalty", "prompt_logprobs"),
+    "truncate_prompt_tokens",
+)
+"""What beam search would pass over in silence. Temperature, top_p and the like have nothing to choose from."""
 _NOT_BUILT = frozenset(
     {
-        "use_beam_search",
         "prompt_embeds",
         "logits_processors",
         "audio",
