@@ -169,6 +169,7 @@ def test_public_names_are_the_documented_ones() -> None:
     assert set(pagemill.__all__) == {
         "LLM", "AsyncLLM", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob", "FinishReason",
         "BeamSearchParams", "EngineConfig", "ServerConfig", "StructuredOutputsParams", "errors", "__version__",
+        "PoolingParams", "EmbeddingRequestOutput", "ScoringRequestOutput",
     }  # fmt: skip
     for name in pagemill.__all__:
         assert getattr(pagemill, name) is not None

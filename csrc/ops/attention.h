@@ -36,6 +36,7 @@ struct AttentionLayer {
   float scale;    // > 0
   int window;     // a query sees this many positions, itself included; 0: all
   float softcap;  // 0: none
+  bool causal = true;  // a query sees the keys up to its own; else all of its request's, and window is 0
 
   int group_heads() const { return num_heads / num_kv_heads; }
   int padded_dim() const { return (head_dim + 15) / 16 * 16; }

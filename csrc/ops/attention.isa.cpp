@@ -241,7 +241,7 @@ PM_INLINE void merge_tile(float* max, float* sum, float* out, float tile_max, fl
 struct TileKeys {
   int start;        // position of the request's first query
   int base;         // position of the tile's first key
-  int end;          // keys of the tile up to the newest query
+  int end;          // keys of the tile up to the newest query, or to the context's end
   int first, last;  // groups of the tile to read
   const uint32_t* keys[kTileGroups];
 
@@ -253,7 +253,8 @@ struct TileKeys {
     base = tile * kTile;
     const int first_query = start + item.row_begin / heads;
     const int last_query = start + (item.row_begin + item.row_count - 1) / heads;
-    end = last_query + 1 - base < kTile ? last_query + 1 - base : kTile;
+    const int newest = layer.causal ? last_query + 1 : batch.context_lens[r];
+    end = newest - base < kTile ? newest - base : kTile;
     const int oldest = layer.window ? first_query - layer.window + 1 - base : 0;
     first = oldest > 0 ? oldest / kGroup : 0;
     last = (end + kGroup - 1) / kGroup;
@@ -303,7 +304,8 @@ void attend_tile(const AttentionCall& call, const AttentionItem& item, const Til
       });
     }
     for (int i = row; i < row + rows; ++i) {
-      const int seen = tile.start + (item.row_begin + i) / heads + 1 - tile.base;  // keys up to the query itself
+      const int own = tile.start + (item.row_begin + i) / heads + 1 - tile.base;  // keys up to the query itself
+      const int seen = layer.causal ? own : tile.end;
       const int lo = layer.window ? seen - layer.window : 0;
       softmax_row<Word>(at.scores + i * kTile, first, last, lo > 0 ? lo : 0, seen < kTile ? seen : kTile,
                         at.query_scale[i], layer.softcap, at.value_scales, at.tile_max + i, at.tile_sum + i, at.unit + i);

@@ -61,7 +61,8 @@ void AttentionPlan::build(const AttentionLayer& layer, const AttentionBatch& bat
     for (int kv_head = 0; kv_head < layer.num_kv_heads; ++kv_head) {
       for (int row = 0; row < queries * heads; row += kTileRows) {
         const int rows = std::min(kTileRows, queries * heads - row);
-        const int first = start + row / heads, last = start + (row + rows - 1) / heads;
+        const int first = start + row / heads;
+        const int last = layer.causal ? start + (row + rows - 1) / heads : batch.context_lens[r] - 1;
         const int oldest = layer.window ? std::max(0, first - layer.window + 1) : 0;
         const int tile = oldest / kTile;
         items.push_back({r, kv_head, row, rows, tile, last / kTile + 1 - tile, -1});

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -22,7 +23,7 @@ namespace nb = nanobind;
 namespace pm {
 
 AttentionLayer make_layer(int kv_type, int block_size, int num_heads, int num_kv_heads, int head_dim, float scale,
-                          int window, float softcap) {
+                          int window, float softcap, bool causal) {
   check(kv_type >= 0 && kv_type <= 2, "kv_type must be 0 (bfloat16), 1 (float32) or 2 (int8)");
   check(block_size > 0 && block_size % kGroup == 0, "block_size must be a multiple of 16");
   check(num_kv_heads > 0 && num_heads > 0 && num_heads % num_kv_heads == 0,
@@ -30,7 +31,13 @@ AttentionLayer make_layer(int kv_type, int block_size, int num_heads, int num_kv
   check(head_dim > 0, "head_dim must be positive");
   check(scale > 0, "scale must be positive");
   check(window >= 0 && softcap >= 0, "window and softcap must not be negative; 0 means none");
-  return {static_cast<KvType>(kv_type), block_size, num_heads, num_kv_heads, head_dim, scale, window, softcap};
+  check(causal || window == 0, "a window goes with causal attention only");
+  return {static_cast<KvType>(kv_type), block_size, num_heads, num_kv_heads, head_dim, scale, window, softcap, causal};
+}
+
+Activate activation_named(const std::string& name) {
+  check(name == "gelu" || name == "tanh", "the activation must be gelu or tanh");
+  return name == "gelu" ? Activate::gelu : Activate::tanh;
 }
 
 void check_batch(const AttentionLayer& layer, const AttentionBatch& batch, int64_t num_tokens, int64_t num_blocks) {
@@ -63,9 +70,10 @@ int64_t kv_block_bytes(int kv_type, int block_size, int num_kv_heads, int head_d
 
 void attention(Mat<const float> query, Mat<const uint8_t> cache, Vec<const int32_t> query_start,
                Vec<const int32_t> context_lens, Mat<const int32_t> block_tables, Mat<float> out, int num_heads,
-               int num_kv_heads, int head_dim, int block_size, float scale, int window, float softcap, int kv_type) {
+               int num_kv_heads, int head_dim, int block_size, float scale, int window, float softcap, int kv_type,
+               bool causal) {
   const AttentionLayer layer =
-      make_layer(kv_type, block_size, num_heads, num_kv_heads, head_dim, scale, window, softcap);
+      make_layer(kv_type, block_size, num_heads, num_kv_heads, head_dim, scale, window, softcap, causal);
   check(query.shape(1) >= static_cast<size_t>(num_heads * head_dim), "query rows are too short for the heads");
   check(out.shape(0) == query.shape(0) && out.shape(1) == static_cast<size_t>(num_heads * head_dim),
         "out must be [tokens, num_heads * head_dim]");
@@ -144,6 +152,28 @@ void rms_norm(Mat<const float> x, Vec<const float> weight, float eps, Mat<float>
   });
 }
 
+void layer_norm(Mat<const float> x, Vec<const float> weight, Vec<const float> bias, float eps, Mat<float> out) {
+  check(weight.shape(0) == x.shape(1) && bias.shape(0) == x.shape(1) && out.shape(0) == x.shape(0) &&
+            out.shape(1) == x.shape(1),
+        "x, weight, bias and out disagree");
+  nb::gil_scoped_release release;
+  const int64_t n = static_cast<int64_t>(x.shape(1));
+  parallel([&](Team& team) {
+    team.for_each(static_cast<int64_t>(x.shape(0)), [&](int64_t i) {
+      pick_rows().layer_norm(x.data() + i * n, weight.data(), bias.data(), n, eps, out.data() + i * n);
+    });
+  });
+}
+
+void activate(Mat<float> x, const std::string& name) {
+  const Activate which = activation_named(name);
+  nb::gil_scoped_release release;
+  const int64_t n = static_cast<int64_t>(x.shape(1));
+  parallel([&](Team& team) {
+    team.for_each(static_cast<int64_t>(x.shape(0)), [&](int64_t i) { pick_rows().activate(x.data() + i * n, n, which); });
+  });
+}
+
 void scale_softcap(Mat<float> x, float scale, float cap) {
   nb::gil_scoped_release release;
   const int64_t n = static_cast<int64_t>(x.shape(1));
@@ -184,11 +214,13 @@ void register_ops(nb::module_& m) {
            "arrays"_a, "num_bytes"_a, nb::keep_alive<1, 2>());
   m.def("attention", &attention, "query"_a, "cache"_a, "query_start"_a, "context_lens"_a, "block_tables"_a, "out"_a,
         nb::kw_only(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "block_size"_a, "scale"_a, "window"_a = 0,
-        "softcap"_a = 0.0f, "kv_type"_a = 0);
+        "softcap"_a = 0.0f, "kv_type"_a = 0, "causal"_a = true);
   m.def("rope_and_cache", &rope_and_cache, "qkv"_a, "cache"_a, "positions"_a, "slots"_a, "table"_a.none(),
         nb::kw_only(), "interleaved"_a = false, "q_norm"_a = nb::none(), "k_norm"_a = nb::none(), "eps"_a = 1e-6f,
         "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "block_size"_a, "kv_type"_a = 0);
   m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "eps"_a, "out"_a);
+  m.def("layer_norm", &layer_norm, "x"_a, "weight"_a, "bias"_a, "eps"_a, "out"_a);
+  m.def("activate", &activate, "x"_a, "name"_a);
   m.def("scale_softcap", &scale_softcap, "x"_a, "scale"_a, "cap"_a = 0.0f);
 }
 

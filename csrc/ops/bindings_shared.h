@@ -6,8 +6,10 @@
 
 #include <optional>
 #include <stdexcept>
+#include <string>
 
 #include "ops/attention.h"
+#include "ops/rows.h"
 
 namespace pm {
 
@@ -23,7 +25,9 @@ inline void check(bool ok, const char* what) {
 }
 
 AttentionLayer make_layer(int kv_type, int block_size, int num_heads, int num_kv_heads, int head_dim, float scale,
-                          int window, float softcap);
+                          int window, float softcap, bool causal = true);
+// gelu or tanh.
+Activate activation_named(const std::string& name);
 // Every index that the attention kernel will follow.
 void check_batch(const AttentionLayer& layer, const AttentionBatch& batch, int64_t num_tokens, int64_t num_blocks);
 // The size of a qk norm, 0 without one.

@@ -1,4 +1,4 @@
-// Ops that take one row (a token) at a time: norm, rotary embedding with the KV write, logits epilogue.
+// Ops that take one row (a token) at a time: norms, activations, rotary embedding with the KV write, logits epilogue.
 #pragma once
 
 #include <cstdint>
@@ -25,9 +25,16 @@ struct RopeCall {
   float eps;
 };
 
+// Activations that stand alone; those of gated products are in the product's epilogue.
+enum class Activate : uint8_t { gelu, tanh };
+
 struct RowsTable {
   // out = x / sqrt(mean(x^2) + eps) * weight; out may be x.
   void (*rms_norm)(const float* x, const float* weight, int64_t n, float eps, float* out);
+  // out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias; out may be x.
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, int64_t n, float eps, float* out);
+  // x = activation(x); gelu is x / 2 (1 + erf(x / sqrt(2))).
+  void (*activate)(float* x, int64_t n, Activate which);
   // out = x + scale * y; out may be x.
   void (*add)(const float* x, const float* y, float scale, int64_t n, float* out);
   // x = x * scale, then cap * tanh(x / cap) where cap > 0.

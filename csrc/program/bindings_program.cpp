@@ -53,8 +53,26 @@ void embed(BoundProgram& p, const PackedLinear& table, float scale, int out) {
   p.append(make_embed({&table, scale, out}), 0);
 }
 
+void positions(BoundProgram& p, const Mat<const float>& table, int out) {
+  p.max_position.push_back(static_cast<int64_t>(table.shape(0)));
+  p.kept.push_back(nb::cast(table));
+  p.append(make_positions({table.data(), static_cast<int64_t>(table.shape(1)), out}), 0);
+}
+
+void layer_norm(BoundProgram& p, int source, int out, const Vec<const float>& weight, const Vec<const float>& bias,
+                float eps, bool logits) {
+  check(weight.shape(0) == bias.shape(0), "the norm's weight and bias differ in length");
+  p.append(make_layer_norm({logits ? RowKind::logits : RowKind::tokens, source, out, copy_of(weight), copy_of(bias), eps}),
+           0);
+}
+
+void activate(BoundProgram& p, int buffer, int64_t columns, const std::string& name, bool logits) {
+  p.append(make_activate({logits ? RowKind::logits : RowKind::tokens, buffer, columns, activation_named(name)}), 0);
+}
+
 void rows(BoundProgram& p, int source, int64_t columns, const OptionalVec& norm, float eps, int64_t hadamard, int out,
-          int act, const PackedLinear* weight, bool gather, bool logits) {
+          int act, const PackedLinear* weight, bool gather, bool logits, bool result) {
+  check(!result || (logits && out == kNone && act == kNone), "a result is that of the rows with logits, and only that");
   check(!norm || static_cast<int64_t>(norm->shape(0)) == columns, "the norm's weight has another length than the rows");
   check((act == kNone) == (weight == nullptr), "act and weight come together");
   check(!weight || weight->k == columns, "the weight takes rows of another length");
@@ -67,6 +85,7 @@ void rows(BoundProgram& p, int source, int64_t columns, const OptionalVec& norm,
   spec.eps = eps;
   spec.hadamard = hadamard;
   spec.out = out;
+  spec.result = result;
   spec.act = act;
   if (weight) spec.kind = activation_kind(*weight);
   p.append(make_rows(std::move(spec)), columns);
@@ -234,12 +253,12 @@ void register_program(nb::module_& m) {
   nb::class_<AttentionLayer>(m, "AttentionLayer")
       .def("__init__",
            [](AttentionLayer* self, int kv_type, int block_size, int num_heads, int num_kv_heads, int head_dim,
-              float scale, int window, float softcap) {
+              float scale, int window, float softcap, bool causal) {
              new (self) AttentionLayer(
-                 make_layer(kv_type, block_size, num_heads, num_kv_heads, head_dim, scale, window, softcap));
+                 make_layer(kv_type, block_size, num_heads, num_kv_heads, head_dim, scale, window, softcap, causal));
            },
            nb::kw_only(), "kv_type"_a, "block_size"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a,
-           "window"_a = 0, "softcap"_a = 0.0f)
+           "window"_a = 0, "softcap"_a = 0.0f, "causal"_a = true)
       .def_prop_ro("block_bytes", &AttentionLayer::block_bytes);
 
   nb::class_<BoundProgram>(m, "Program")
@@ -249,7 +268,10 @@ void register_program(nb::module_& m) {
       .def("embed", &embed, "table"_a, "scale"_a, "out"_a, nb::keep_alive<1, 2>())
       .def("rows", &rows, "source"_a, "columns"_a, nb::kw_only(), "norm"_a = nb::none(), "eps"_a = 0.0f,
            "hadamard"_a = 0, "out"_a = kNone, "act"_a = kNone, "weight"_a = nb::none(), "gather"_a = false,
-           "logits"_a = false)
+           "logits"_a = false, "result"_a = false)
+      .def("positions", &positions, "table"_a, "out"_a)
+      .def("layer_norm", &layer_norm, "source"_a, "out"_a, "weight"_a, "bias"_a, "eps"_a, "logits"_a = false)
+      .def("activate", &activate, "buffer"_a, "columns"_a, "name"_a, "logits"_a = false)
       .def("linear", &linear, "act"_a, "weight"_a, "out"_a, nb::kw_only(), "accumulate"_a = false, "gate"_a = "silu",
            "logits"_a = false, nb::keep_alive<1, 3>())
       .def("add", &add, "out"_a, "y"_a, "columns"_a, "scale"_a, "logits"_a = false)

@@ -31,6 +31,56 @@ class Embed final : public Instruction {
   EmbedSpec s_;
 };
 
+class Positions final : public Instruction {
+ public:
+  explicit Positions(PositionsSpec spec) : s_(spec) {}
+  const char* name() const override { return "positions"; }
+  std::vector<int> buffers() const override { return {s_.out}; }
+  void run(Team& team, const Frame& frame) const override {
+    for_rows(team, frame, [&](int64_t row) {
+      const float* from = s_.table + frame.in->positions[row] * s_.columns;
+      std::copy(from, from + s_.columns, frame.floats(s_.out, row));
+    });
+  }
+
+ private:
+  PositionsSpec s_;
+};
+
+class LayerNorm final : public Instruction {
+ public:
+  explicit LayerNorm(LayerNormSpec spec) : s_(std::move(spec)) {}
+  RowKind rows() const override { return s_.rows; }
+  const char* name() const override { return "layer_norm"; }
+  std::vector<int> buffers() const override { return {s_.source, s_.out}; }
+  void run(Team& team, const Frame& frame) const override {
+    const auto columns = static_cast<int64_t>(s_.weight.size());
+    for_rows(team, frame, [&](int64_t row) {
+      pick_rows().layer_norm(frame.floats(s_.source, row), s_.weight.data(), s_.bias.data(), columns, s_.eps,
+                             frame.floats(s_.out, row));
+    });
+  }
+
+ private:
+  LayerNormSpec s_;
+};
+
+class ActivateRows final : public Instruction {
+ public:
+  explicit ActivateRows(ActivateSpec spec) : s_(spec) {}
+  RowKind rows() const override { return s_.rows; }
+  const char* name() const override { return "activate"; }
+  std::vector<int> buffers() const override { return {s_.buffer}; }
+  void run(Team& team, const Frame& frame) const override {
+    for_rows(team, frame, [&](int64_t row) {
+      pick_rows().activate(frame.floats(s_.buffer, row), s_.columns, s_.which);
+    });
+  }
+
+ private:
+  ActivateSpec s_;
+};
+
 class Rows final : public Instruction {
  public:
   explicit Rows(RowsSpec spec) : s_(std::move(spec)) {}
@@ -47,7 +97,9 @@ class Rows final : public Instruction {
     const LinearTable& linear = pick_linear();
     for_rows(team, frame, [&](int64_t row) {
       const float* x = frame.floats(s_.source, s_.gather ? frame.in->logits_rows[row] : row);
-      float* to = s_.out != kNone ? frame.floats(s_.out, row) : frame.scratch(team);
+      float* to = s_.result         ? frame.in->logits + row * frame.in->logits_stride
+                  : s_.out != kNone ? frame.floats(s_.out, row)
+                                    : frame.scratch(team);
       if (!s_.norm.empty()) {
         rows.rms_norm(x, s_.norm.data(), s_.columns, s_.eps, to);
         x = to;
@@ -57,7 +109,7 @@ class Rows final : public Instruction {
         linear.hadamard_row(to, s_.columns, s_.hadamard);
         x = to;
       }
-      if (x != to && s_.out != kNone) std::copy(x, x + s_.columns, to);
+      if (x != to && (s_.result || s_.out != kNone)) std::copy(x, x + s_.columns, to);
       if (s_.act != kNone) linear.prepare_row(s_.kind, x, s_.columns, frame.row(s_.act, row));
     });
   }
@@ -172,6 +224,11 @@ class ScaleSoftcap final : public Instruction {
 }  // namespace
 
 std::unique_ptr<Instruction> make_embed(EmbedSpec spec) { return std::make_unique<Embed>(spec); }
+std::unique_ptr<Instruction> make_positions(PositionsSpec spec) { return std::make_unique<Positions>(spec); }
+std::unique_ptr<Instruction> make_layer_norm(LayerNormSpec spec) {
+  return std::make_unique<LayerNorm>(std::move(spec));
+}
+std::unique_ptr<Instruction> make_activate(ActivateSpec spec) { return std::make_unique<ActivateRows>(spec); }
 std::unique_ptr<Instruction> make_rows(RowsSpec spec) { return std::make_unique<Rows>(std::move(spec)); }
 std::unique_ptr<Instruction> make_linear(LinearSpec spec) { return std::make_unique<Linear>(spec); }
 std::unique_ptr<Instruction> make_add(AddSpec spec) { return std::make_unique<Add>(spec); }

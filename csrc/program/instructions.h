@@ -19,6 +19,29 @@ struct EmbedSpec {
   int out;
 };
 
+// out = row position of the table [*, columns].
+struct PositionsSpec {
+  const float* table;
+  int64_t columns;
+  int out;
+};
+
+// out = LayerNorm(source), row by row; out may be the source.
+struct LayerNormSpec {
+  RowKind rows;
+  int source, out;
+  std::vector<float> weight, bias;
+  float eps;
+};
+
+// In place.
+struct ActivateSpec {
+  RowKind rows;
+  int buffer;
+  int64_t columns;
+  Activate which;
+};
+
 // One row's way from the residual stream to a matrix product: gather -> norm -> Hadamard -> floats, and / or the form
 // that the product wants.
 struct RowsSpec {
@@ -30,6 +53,7 @@ struct RowsSpec {
   float eps = 0;
   int64_t hadamard = 0;        // block; 0: none
   int out = kNone;             // floats; may be the source
+  bool result = false;         // floats go to the step's result, where logits go otherwise
   int act = kNone;             // prepared as `kind`
   ActKind kind = ActKind::f32;
 };
@@ -89,6 +113,9 @@ struct MoeSpec {
 };
 
 std::unique_ptr<Instruction> make_embed(EmbedSpec spec);
+std::unique_ptr<Instruction> make_positions(PositionsSpec spec);
+std::unique_ptr<Instruction> make_layer_norm(LayerNormSpec spec);
+std::unique_ptr<Instruction> make_activate(ActivateSpec spec);
 std::unique_ptr<Instruction> make_rows(RowsSpec spec);
 std::unique_ptr<Instruction> make_linear(LinearSpec spec);
 std::unique_ptr<Instruction> make_add(AddSpec spec);

@@ -54,7 +54,7 @@ int Program::plan_for(const AttentionLayer& layer, int group) {
   for (size_t i = 0; i < plans_.size(); ++i) {
     const AttentionLayer& other = plans_[i].layer;
     if (plans_[i].group == group && other.num_heads == layer.num_heads && other.num_kv_heads == layer.num_kv_heads &&
-        other.head_dim == layer.head_dim && other.window == layer.window) {
+        other.head_dim == layer.head_dim && other.window == layer.window && other.causal == layer.causal) {
       return static_cast<int>(i);
     }
   }

@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from pagemill.params import (
         BeamSearchParams,
         CompletionOutput,
+        EmbeddingRequestOutput,
         FinishReason,
         Logprob,
+        PoolingParams,
         RequestOutput,
         SamplingParams,
+        ScoringRequestOutput,
         StructuredOutputsParams,
     )
 
@@ -31,11 +34,14 @@ __all__ = [
     "AsyncLLM",
     "BeamSearchParams",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineConfig",
     "FinishReason",
     "Logprob",
+    "PoolingParams",
     "RequestOutput",
     "SamplingParams",
+    "ScoringRequestOutput",
     "ServerConfig",
     "StructuredOutputsParams",
     "__version__",
@@ -49,10 +55,13 @@ _HOMES = {
     "ServerConfig": "pagemill.config",
     "BeamSearchParams": "pagemill.params",
     "CompletionOutput": "pagemill.params",
+    "EmbeddingRequestOutput": "pagemill.params",
     "FinishReason": "pagemill.params",
     "Logprob": "pagemill.params",
+    "PoolingParams": "pagemill.params",
     "RequestOutput": "pagemill.params",
     "SamplingParams": "pagemill.params",
+    "ScoringRequestOutput": "pagemill.params",
     "StructuredOutputsParams": "pagemill.params",
 }
 

@@ -172,8 +172,9 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
     kv_type: int = 0,
+    causal: bool = True,
 ) -> None:
-    """Causal attention of each request's last queries over its cached keys.
+    """Attention of each request's last queries over its cached keys: those up to the query, or (not causal) all.
 
     query float32 [N, >= num_heads * head_dim], cache uint8 [num_blocks, kv_block_bytes()], query_start int32 [R + 1],
     context_lens int32 [R] (new tokens included), block_tables int32 [R, max_blocks] (entries behind the window are not
@@ -206,6 +207,12 @@ def rope_and_cache(
 def rms_norm(x: Array, weight: Array, eps: float, out: Array) -> None:
     """out = x / sqrt(mean(x^2) + eps) * weight; float32 [N, K], [K], [N, K]."""
 
+def layer_norm(x: Array, weight: Array, bias: Array, eps: float, out: Array) -> None:
+    """out = (x - mean) / sqrt(variance + eps) * weight + bias; float32 [N, K], [K], [K], [N, K]."""
+
+def activate(x: Array, name: Literal["gelu", "tanh"]) -> None:
+    """x = activation(x) in place; gelu is the exact one, x / 2 (1 + erf(x / sqrt(2)))."""
+
 def scale_softcap(x: Array, scale: float, cap: float = 0.0) -> None:
     """x *= scale, then cap * tanh(x / cap) where cap > 0; in place."""
 
@@ -225,6 +232,7 @@ class AttentionLayer:
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        causal: bool = True,
     ) -> None: ...
     @property
     def block_bytes(self) -> int:
@@ -259,8 +267,21 @@ class Program:
         weight: PackedLinear | None = None,
         gather: bool = False,
         logits: bool = False,
+        result: bool = False,
     ) -> None:
-        """Each row: gather (its token's) -> norm -> Hadamard -> ``out`` floats, ``act`` for ``weight``."""
+        """Each row: gather (its token's) -> norm -> Hadamard -> ``out`` floats, ``act`` for ``weight``.
+
+        ``result``: the floats are the step's result, in the place of logits.
+        """
+
+    def positions(self, table: Array, out: int) -> None:
+        """Rows of ``table`` [P, columns] float32 for the step's positions."""
+
+    def layer_norm(self, source: int, out: int, weight: Array, bias: Array, eps: float, logits: bool = False) -> None:
+        """Each row of ``source``, over as many columns as the weight has, into ``out`` (which may be the source)."""
+
+    def activate(self, buffer: int, columns: int, name: str, logits: bool = False) -> None:
+        """gelu or tanh, in place."""
 
     def linear(
         self,

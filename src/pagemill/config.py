@@ -83,6 +83,10 @@ class EngineConfig:
     """Store common prefixes once."""
     scheduling_policy: str = knob("fcfs", choices=("fcfs", "priority"))
     """Who goes next: fcfs (first come), priority (lower value first, then first come)."""
+    runner: str = knob("auto", choices=("auto", "generate", "pooling"))
+    """generate: text; pooling: a vector for each input. auto: pooling for encoders and sentence-transformers models."""
+    pooler_config: str | None = knob(None)
+    """JSON with pooling_type (CLS, LAST, MEAN) and normalize, in place of what the model's files say."""
     max_logprobs: int = knob(20, low=0, high=20)
     """Most logprobs a request may ask for."""
     swap_space: float = knob(0.0, low=0.0)

@@ -54,6 +54,8 @@ class MemoryPlan:
     """Requests of max_model_len that the KV cache holds at once."""
     kv_source: str
     """What decided the size of the KV cache, in words."""
+    logits_note: str = ""
+    """What the logits (or vectors) are for, in words."""
     notes: tuple[str, ...] = field(default=())
     """What was lowered, and why."""
 
@@ -78,7 +80,7 @@ class MemoryPlan:
             ("budget", self.budget_bytes, "may be used in all"),
             ("weights", self.weight_bytes, ""),
             ("activations", self.activation_bytes, "at the largest step"),
-            ("logits", self.logits_bytes, f"{self.max_num_seqs:,} rows, twice; {MAX_PROMPT_LOGITS} prompt positions"),
+            ("logits", self.logits_bytes, self.logits_note),
             ("runtime", self.runtime_bytes, "interpreter and libraries"),
             ("KV cache", self.kv_bytes, f"{self.kv_source}; touched as requests fill it"),
         ]
@@ -97,6 +99,12 @@ def kv_specs(model: ModelConfig, block_size: int, layer_block_bytes: int) -> tup
 
     ``layer_block_bytes``: what one block of one layer takes in the backend's layout.
     """
+    if not model.causal:  # nothing outlives a step: each layer takes over the memory of the one before
+        every = tuple(range(model.num_layers))
+        one = KVCacheSpec(
+            kind="full", layers=every, block_size=block_size, bytes_per_block=layer_block_bytes, num_blocks=0
+        )
+        return (one,)
     layers: dict[int | None, list[int]] = {}
     for index, layer in enumerate(model.layers):
         layers.setdefault(layer.window, []).append(index)
@@ -139,14 +147,14 @@ def plan_memory(
     ``max_positions``: what the model can go to, where that is more than its usual length. Raises :class:`ConfigError`
     for a length beyond it and :class:`MemoryPlanError` where not even one short request fits.
     """
-    wanted = config.max_model_len or model.max_position_embeddings
+    asked = config.max_model_len or model.usual_context or model.max_position_embeddings
     limit = max_positions or model.max_position_embeddings
-    if wanted > limit:
+    if asked > limit:
         raise ConfigError(
-            f"--max-model-len={wanted} is more than the model's {limit} positions; use at most --max-model-len={limit}"
+            f"--max-model-len={asked} is more than the model's {limit} positions; use at most --max-model-len={limit}"
         )
-    # float32; those of sampled rows as computed and as filtered
-    logits_bytes = 4 * model.vocab_size * (2 * config.max_num_seqs + MAX_PROMPT_LOGITS)
+    wanted = asked if model.causal else min(asked, config.max_num_batched_tokens)  # an encoder's input is one step
+    logits_bytes, logits_note = _result(config, model)
     budget = min(int(config.gpu_memory_utilization * memory.total_bytes), memory.available_bytes)
     left = max(0, budget - weight_bytes - activation_bytes - logits_bytes - RUNTIME_BYTES)
     chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
@@ -172,7 +180,8 @@ def plan_memory(
         max_num_seqs=config.max_num_seqs,
         max_concurrency=sizing.concurrency(blocks, length),
         kv_source=source,
-        notes=_notes(config, wanted, length),
+        logits_note=logits_note,
+        notes=_notes(config, asked, wanted, length),
     )
     if length < least:
         raise MemoryPlanError(_refusal(plan, sizing.bytes_for(least), left, least))
@@ -231,7 +240,22 @@ def _kv_bytes(config: EngineConfig, sizing: _Sizing, length: int, left: int, sha
     return min(candidates, key=lambda pair: pair[0])
 
 
-def _notes(config: EngineConfig, wanted: int, length: int) -> tuple[str, ...]:
+def _result(config: EngineConfig, model: ModelConfig) -> tuple[int, str]:
+    """Bytes of what a step ends with, float32, and what they are for."""
+    if model.pooling is not None:
+        rows = config.max_num_batched_tokens if model.pooling.kind == "mean" else config.max_num_seqs
+        return 4 * rows * max(model.hidden_size, model.pooling.num_scores), f"{rows:,} vectors, no logits"
+    # Those of sampled rows as computed and as filtered.
+    rows = 2 * config.max_num_seqs + MAX_PROMPT_LOGITS
+    return 4 * model.vocab_size * rows, f"{config.max_num_seqs:,} rows, twice; {MAX_PROMPT_LOGITS} prompt positions"
+
+
+def _notes(config: EngineConfig, positions: int, wanted: int, length: int) -> tuple[str, ...]:
+    if positions > wanted:
+        return (
+            f"an encoder's input is computed in one step of at most --max-num-batched-tokens="
+            f"{config.max_num_batched_tokens:,}; the context of {positions:,} is lowered to {min(wanted, length):,}",
+        )
     if length >= wanted:
         return ()
     asked = "--max-model-len" if config.max_model_len is not None else "the model's context"

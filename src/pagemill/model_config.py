@@ -1,4 +1,4 @@
-"""What a decoder is, as data: every family is one :class:`ModelConfig`.
+"""What a model is, as data: every family is one :class:`ModelConfig`.
 
 Must not read files or import torch. models/families.py fills it from a checkpoint's own configuration.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LayerConfig", "ModelConfig", "MoeConfig", "RopeConfig"]
+__all__ = ["LayerConfig", "ModelConfig", "MoeConfig", "PoolingConfig", "RopeConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +60,22 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PoolingConfig:
+    """How hidden states become one vector for each sequence, where a model makes vectors and no text."""
+
+    kind: str
+    """cls (the first token's), last (the last token's) or mean (all tokens')."""
+    normalize: bool = True
+    """Vectors have length 1 unless a request says otherwise."""
+    num_scores: int = 0
+    """Outputs of a classifier over the pooled state, in place of an embedding; a cross-encoder has one. 0: none."""
+    score_activation: str = "identity"
+    """What is applied to scores: sigmoid or identity."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer. Sizes are numbers of elements."""
+    """A transformer: a decoder, or an encoder (``causal`` is False). Sizes are numbers of elements."""
 
     architecture: str
     vocab_size: int
@@ -78,7 +92,7 @@ class ModelConfig:
     norm_placement: str = "pre"
     """pre (Llama), post (OLMo-2: on the outputs alone), sandwich (Gemma 2 and 3: both)."""
     hidden_act: str = "silu"
-    """silu or gelu_tanh."""
+    """silu, gelu_tanh or (encoders) gelu."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -96,6 +110,14 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    causal: bool = True
+    """A token sees those before it. An encoder's tokens see all: a sequence is computed in one step, and not cached."""
+    type_vocab_size: int = 0
+    """Kinds of segments that an encoder tells apart."""
+    usual_context: int | None = None
+    """Longest context unless the user names one, where that is less than max_position_embeddings."""
+    pooling: PoolingConfig | None = None
+    """None: the model generates."""
 
     @property
     def num_layers(self) -> int:

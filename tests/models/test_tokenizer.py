@@ -154,7 +154,7 @@ def test_the_chat_template_is_found_wherever_it_is(files: dict[str, Any], templa
 
 
 def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"neither tokenizer\.json nor tokenizer\.model"):
+    with pytest.raises(ModelNotFoundError, match=r"no tokenizer\.json, tokenizer\.model or vocab\.txt"):
         load_tokenizer(ModelSource(name="m", path=tmp_path, format="safetensors"))
 
 

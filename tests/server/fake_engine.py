@@ -12,9 +12,13 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from pagemill.engine.caller import CALLER, Caller
 from pagemill.engine.metrics import Metrics
+from pagemill.engine.pooling import PoolingPrompt
 from pagemill.errors import EngineDeadError, PagemillError, PromptTooLongError, RequestError
+from pagemill.model_config import PoolingConfig
 from pagemill.models.chat_template import ChatTemplate
 from pagemill.params import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
 
@@ -41,6 +45,16 @@ class ByteTokenizer:
                 ids += text[0].encode()
                 text = text[1:]
         return ids
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], int]]:
+        found = []
+        for first, second in pairs:
+            head = [*self.encode(first), EOS]
+            found.append(([*head, *self.encode(second, add_special_tokens=False), EOS], len(head)))
+        return found
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         kept = [token for token in ids if not (skip_special_tokens and token in SPECIALS)]
@@ -78,8 +92,14 @@ class FakeText:
 class FakeEngine:
     """Spells ``script``. A closed ``gate`` holds tokens back; ``failure`` is raised after ``fail_after`` tokens."""
 
-    def __init__(self, script: str = "Hello, world.", *, max_model_len: int = 512) -> None:
+    def __init__(
+        self, script: str = "Hello, world.", *, max_model_len: int = 512, pooling: PoolingConfig | None = None
+    ) -> None:
         self.script = script
+        self.pooling = pooling
+        self.embedding_size = 64
+        self.pooled: list[PoolingPrompt] = []
+        """Every input of which a vector was asked for."""
         self.text = FakeText()
         self.tokenizer = ByteTokenizer()
         self.chat_template: ChatTemplate | None = ChatTemplate(TEMPLATE, self.tokenizer)  # type: ignore[arg-type]
@@ -116,6 +136,45 @@ class FakeEngine:
         self.failure = EngineDeadError("the server is stopping")
         self.fail_after = -1
         self.gate.set()
+
+    async def pool(
+        self, prompts: Sequence[PoolingPrompt], request_id: str, *, priority: int = 0, cache_salt: str | None = None
+    ) -> list[RequestOutput]:
+        """How often each byte stands in the text, by its value modulo the vector's size; one score: the length."""
+        assert self.pooling is not None
+        self.pooled += prompts
+        self.running.add(request_id)
+        try:
+            await self.gate.wait()
+            if self.failure is not None:
+                raise self.failure
+            return [self._vector(prompt, request_id) for prompt in prompts]
+        except asyncio.CancelledError:
+            self.aborted.append(request_id)
+            raise
+        finally:
+            self.running.discard(request_id)
+
+    def _vector(self, prompt: PoolingPrompt, request_id: str) -> RequestOutput:
+        if len(prompt.token_ids) > self.max_model_len:
+            raise PromptTooLongError(
+                f"{len(prompt.token_ids)} tokens; the limit is {self.max_model_len}", param="input"
+            )
+        if max(prompt.token_ids) >= ByteTokenizer.vocab_size:
+            raise RequestError(f"the input holds token id {max(prompt.token_ids)}; ids are 0 to 259", param="input")
+        assert self.pooling is not None
+        text = [token for token in prompt.token_ids if token < 256]
+        vector = np.bincount(np.array(text, np.int64) % self.embedding_size, minlength=self.embedding_size)
+        if self.pooling.num_scores:
+            vector = np.full(self.pooling.num_scores, len(text) / 10)
+        return RequestOutput(
+            request_id=request_id,
+            prompt=None,
+            prompt_token_ids=prompt.token_ids,
+            outputs=[],
+            finished=True,
+            pooled=vector.astype("<f4").tobytes(),
+        )
 
     async def generate(
         self,

@@ -19,6 +19,23 @@ class Answer:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
+    vector: bytes | None = None
+    num_cached_tokens: int = 0
+
+
+def pooled(
+    name: str, token_ids: Sequence[int], *, second_segment: int | None = None, last: bool = False
+) -> EngineRequest:
+    """A request for a vector."""
+    return EngineRequest(
+        request_id=name,
+        prompt_token_ids=list(token_ids),
+        params=SamplingParams(max_tokens=0),
+        max_tokens=0,
+        arrival_time_s=0.0,
+        pooling="last" if last else "all",
+        second_segment=second_segment,
+    )
 
 
 def request(name: str, prompt: Sequence[int], *, eos: tuple[int, ...] = (), **params: Any) -> EngineRequest:
@@ -52,7 +69,8 @@ def serve(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=executor.max_model_len,
         long_prefill_token_threshold=chunk,
-        enable_prefix_caching=caching,
+        enable_prefix_caching=caching and executor.model_config.causal,
+        whole_prompts=not executor.model_config.causal,
     )
     answers = {entry.request_id: Answer() for entry in requests}
     for entry in requests:
@@ -68,6 +86,7 @@ def serve(
             answer.tokens += output.new_token_ids
             answer.logprobs += output.new_logprobs or []
             answer.prompt_logprobs += output.new_prompt_logprobs or []
+            answer.vector, answer.num_cached_tokens = output.pooled, output.num_cached_tokens
             answer.finish_reason, answer.error = output.finish_reason or answer.finish_reason, output.error
     # The ids of ended requests travel with the next plan; there may be none from this scheduler.
     done = SchedulerOutput(

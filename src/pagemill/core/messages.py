@@ -6,6 +6,8 @@ then only what is new (:class:`SchedulerOutput` is a diff). Nothing here knows t
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from pagemill.params import FinishReason, SamplingParams
@@ -45,6 +47,10 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     bad_words_token_ids: list[list[int]] = []
     seed: int = 0
     """Resolved: the front draws one when the caller gave none."""
+    pooling: Literal["none", "last", "all"] = "none"
+    """A vector is wanted and no token: made of the last token's hidden state, or of others', which the cache lacks."""
+    second_segment: int | None = None
+    """First token of the second of two texts, where an encoder tells them apart."""
 
 
 def ending_token_ids(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
@@ -67,6 +73,7 @@ class NewRow(msgspec.Struct, kw_only=True):
     num_computed_tokens: int
     eos_token_ids: tuple[int, ...] = ()
     bad_words_token_ids: list[list[int]] = []
+    second_segment: int | None = None
 
 
 class BlockCopy(msgspec.Struct, frozen=True):
@@ -108,6 +115,8 @@ class StepResult(msgspec.Struct, kw_only=True):
     """Request id -> for the prompt positions of this chunk, candidates of the NEXT prompt token."""
     non_finite: list[str] = []
     """Requests whose logits held NaN or infinity; they got no token."""
+    pooled: dict[str, bytes] = {}
+    """Request id -> its vector as little-endian float32, once its prompt is wholly computed."""
 
 
 class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
@@ -123,6 +132,8 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     error: str | None = None
     error_status: int = 500
     """HTTP status of ``error``."""
+    pooled: bytes | None = None
+    """The vector that was asked for, as :class:`StepResult` has it."""
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True):

@@ -94,8 +94,8 @@ class Request:
         self.block_hashes: list[bytes] = []
         """Chained hashes of full blocks of ``token_ids``, as far as anyone asked."""
         self.num_published_blocks = 0
-        self.reads_cache = message.params.prompt_logprobs is None
-        """Prompt logprobs need every prompt token computed, so such a request takes nothing from the cache."""
+        self.reads_cache = message.params.prompt_logprobs is None and message.pooling != "all"
+        """A request that wants something of every prompt token computes them all and takes nothing from the cache."""
         self.num_cached_tokens = 0
         """Prompt tokens that another request had computed."""
         self.num_prompt_logprobs = 0
@@ -121,6 +121,7 @@ class Request:
             num_computed_tokens=self.num_computed_tokens,
             eos_token_ids=message.eos_token_ids,
             bad_words_token_ids=message.bad_words_token_ids,
+            second_segment=message.second_segment,
         )
 
     def accept(self, sampled: list[int]) -> FinishReason | None:
@@ -128,7 +129,7 @@ class Request:
         token_ids, limit = self.token_ids, self.max_total_tokens
         if len(token_ids) >= limit:  # only the prompt was asked for
             sampled.clear()
-            return FinishReason.LENGTH
+            return FinishReason.LENGTH if self.message.pooling == "none" else FinishReason.STOP
         assert sampled, f"all tokens of {self} are computed, but none was sampled"
         for count, token in enumerate(sampled, start=1):
             token_ids.append(token)

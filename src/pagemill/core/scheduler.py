@@ -81,7 +81,10 @@ class Scheduler:
         long_prefill_token_threshold: int = 0,
         policy: str | Policy = "fcfs",
         enable_prefix_caching: bool = True,
+        whole_prompts: bool = False,
     ) -> None:
+        """``whole_prompts``: a prompt is computed in one step or not yet (an encoder's)."""
+        self.whole_prompts = whole_prompts
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # each running request gets a token per step
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -297,6 +300,8 @@ class Scheduler:
             if self._is_being_computed(request, len(hit[0]), plan):
                 passed += 1
                 continue
+            if self.whole_prompts and len(request.token_ids) > plan.budget:
+                break
             if not self._fits(request, hit, promised):
                 break
             del waiting[passed]
@@ -410,6 +415,7 @@ class Scheduler:
                 new_logprobs=logprobs[row] if logprobs else None,
                 new_prompt_logprobs=prompt_part,
                 num_cached_tokens=request.num_cached_tokens,
+                pooled=result.pooled.get(request.request_id),
             )
             if reason is not None:
                 output.finish_reason = reason
@@ -436,11 +442,12 @@ class Scheduler:
         """End a request whose logits are not numbers. What it cached may not be either."""
         self.kv.prefix_cache.forget(request)
         self._end(request)
+        what = "logits" if request.message.pooling == "none" else "values"
         return EngineOutput(
             request_id=request.request_id,
             new_token_ids=[],
             finish_reason=FinishReason.ERROR,
-            error=f"the model produced NaN or infinite logits at token {len(request.token_ids)} of this request",
+            error=f"the model produced NaN or infinite {what} at token {len(request.token_ids)} of this request",
             error_status=NonFiniteLogitsError.status,
         )
 

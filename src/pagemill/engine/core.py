@@ -114,14 +114,16 @@ class EngineCore:
         sink: Callable[[StepOutputs | CallReply], None],
     ) -> EngineCore:
         """The core for an executor whose model is loaded."""
+        causal = executor.model_config.causal
         scheduler = Scheduler(
             executor.kv_specs,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=executor.max_model_len,
-            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            long_prefill_token_threshold=config.long_prefill_token_threshold if causal else 0,
             policy=config.scheduling_policy,
-            enable_prefix_caching=config.enable_prefix_caching,
+            enable_prefix_caching=config.enable_prefix_caching and causal,
+            whole_prompts=not causal,
         )
         grammars = TokenGrammars(config, executor.model_config)
         return cls(scheduler, executor, inbox=inbox, sink=sink, grammars=grammars)

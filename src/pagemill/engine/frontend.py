@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from pagemill.config import EngineConfig, validate
 from pagemill.engine.caller import CALLER, Caller
@@ -28,11 +28,13 @@ from pagemill.engine.input import InputProcessor, PreparedRequest
 from pagemill.engine.metrics import Metrics
 from pagemill.engine.output import OutputKind, OutputProcessor, RequestState
 from pagemill.engine.pacing import Pacer
+from pagemill.engine.pooling import PoolingPrompt
 from pagemill.engine.process import EngineProcess
 from pagemill.engine.record import RequestRecord
+from pagemill.engine.stream import RequestStream
 from pagemill.engine.wire import EngineFacts, StepOutputs
 from pagemill.errors import EngineDeadError, PagemillError, QueueFullError, ShuttingDownError
-from pagemill.model_config import ModelConfig
+from pagemill.model_config import ModelConfig, PoolingConfig
 from pagemill.params import FinishReason, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from pagemill.models.chat_template import ChatTemplate
     from pagemill.models.tokenizer import Tokenizer
 
-__all__ = ["AsyncLLM", "EngineHealth", "RequestStream"]
+__all__ = ["AsyncLLM", "EngineHealth"]
 
 logger = logging.getLogger("pagemill.engine")
 
@@ -64,62 +66,6 @@ class EngineHealth:
     restarts: int
     reason: str | None
     """Why it is not alive."""
-
-
-class RequestStream:
-    """The outputs of one request, for ``async for``. What is not taken yet is merged, so a slow reader costs nothing.
-
-    Iterating raises :class:`~pagemill.errors.PagemillError` where the engine could not finish the request. Call
-    :meth:`close` when no more is wanted; a request that is not finished is then aborted within a step.
-    """
-
-    def __init__(self, engine: AsyncLLM) -> None:
-        self._engine = engine
-        self._waiter: asyncio.Future[None] | None = None
-        self._ended = False
-        self._begun = False
-        self._due = False
-        self.state: RequestState
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        while not self._ended:
-            if self.state.error is not None:
-                self.close()
-                raise self.state.error
-            output = self.state.take()
-            if output is not None:
-                self._ended = output.finished
-                return output
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        raise StopAsyncIteration
-
-    def note(self) -> None:
-        """Something changed: the first piece and the end are told at once, what is between when it is its turn."""
-        state = self.state
-        if state.finished or state.error is not None:
-            self.wake()
-        elif state.kind is not OutputKind.FINAL and not self._due:
-            if self._begun:
-                self._due = True
-                self._engine.pacer.add(self)
-            else:
-                self._begun = True
-                self.wake()
-
-    def wake(self) -> None:
-        """There may be something to take."""
-        self._due = False
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def close(self) -> None:
-        """No more is wanted."""
-        self._ended = True
-        self._engine.drop(self.state)
 
 
 class AsyncLLM:
@@ -230,6 +176,16 @@ class AsyncLLM:
         return self.facts.model_config
 
     @property
+    def pooling(self) -> PoolingConfig | None:
+        """How the model pools; None where it generates."""
+        return self.model_config.pooling
+
+    @property
+    def embedding_size(self) -> int:
+        """Values of a vector."""
+        return self.model_config.hidden_size
+
+    @property
     def max_model_len(self) -> int:
         """Longest context in tokens."""
         return self.facts.max_model_len
@@ -303,6 +259,28 @@ class AsyncLLM:
         else:
             prepared = prepare()
         return self._admit(prepared, OutputKind(output_kind), arrival_s, caller)
+
+    async def pool(
+        self, prompts: Sequence[PoolingPrompt], request_id: str, *, priority: int = 0, cache_salt: str | None = None
+    ) -> list[RequestOutput]:
+        """The vectors of several inputs (``pooled``), in their order. Cancelling it aborts what still runs."""
+        arrival_s = time.monotonic()
+        self._check_open(len(prompts))
+        caller = CALLER.get()
+        prepared = self._input.prepare_pooling(
+            prompts, request_id, arrival_s=arrival_s, priority=priority, cache_salt=cache_salt, tenant=caller.tenant
+        )
+        streams: list[RequestStream] = []
+        try:
+            for each in prepared:
+                streams.append(self._admit(each, OutputKind.FINAL, arrival_s, caller))
+            outputs = [await anext(stream) for stream in streams]
+        finally:
+            for stream in streams:
+                stream.close()
+        if any(output.pooled is None for output in outputs):
+            raise ShuttingDownError("the request was ended before its vectors were computed; try again in a moment")
+        return outputs
 
     def _check_open(self, num_new: int) -> None:
         if self._closing:

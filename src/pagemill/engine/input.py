@@ -17,6 +17,7 @@ import msgspec
 from pagemill.config import EngineConfig
 from pagemill.core.messages import EngineRequest
 from pagemill.engine.grammar_compiler import compile_grammar
+from pagemill.engine.pooling import PoolingPrompt, check_generates, check_pools
 from pagemill.errors import PromptTooLongError, RequestError
 from pagemill.model_config import ModelConfig
 from pagemill.params import SamplingParams, StructuredOutputsParams
@@ -25,6 +26,8 @@ __all__ = ["InputProcessor", "PreparedRequest", "TextTokens"]
 
 _SEED_MASK = 2**64 - 1
 MAX_PRIORITY = 2**31 - 1
+NO_OUTPUT = SamplingParams(max_tokens=0, detokenize=False)
+"""Of a request that wants a vector."""
 
 
 class TextTokens(Protocol):
@@ -62,8 +65,9 @@ class PreparedRequest:
 
     @property
     def needs_engine(self) -> bool:
-        """False where nothing is to be computed: no output and no figures of the prompt are wanted."""
-        return self.params.max_tokens != 0 or self.params.prompt_logprobs is not None
+        """False where nothing is to be computed: no output, no figures of the prompt and no vector are wanted."""
+        pools = self.requests[0].pooling != "none"
+        return pools or self.params.max_tokens != 0 or self.params.prompt_logprobs is not None
 
 
 class InputProcessor:
@@ -85,6 +89,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.vocab_size = model_config.vocab_size
+        self.pooling = model_config.pooling
         self.max_logprobs = config.max_logprobs
         self.eos_token_ids = tuple(sorted({*tokenizer.eos_ids, *model_config.eos_token_ids}))
         self._clamp = clamp
@@ -103,12 +108,9 @@ class InputProcessor:
         add_special_tokens: bool = True,
     ) -> PreparedRequest:
         """Check a request and make the engine's requests of it; :class:`RequestError` says what is wrong."""
+        check_generates(self.pooling)
         params.verify()
-        if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-            raise RequestError(
-                f"priority={priority} is out of range; it must be between {-MAX_PRIORITY} and {MAX_PRIORITY}",
-                param="priority",
-            )
+        _check_priority(priority)
         text = prompt if isinstance(prompt, str) else None
         params = self._constrained(params)
         prompt_token_ids = self._prompt_token_ids(prompt, params, add_special_tokens=add_special_tokens)
@@ -151,6 +153,60 @@ class InputProcessor:
             stop_by_id=stop_by_id,
         )
 
+    def prepare_pooling(
+        self,
+        prompts: Sequence[PoolingPrompt],
+        request_id: str,
+        *,
+        arrival_s: float,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        tenant: str = "",
+    ) -> list[PreparedRequest]:
+        """The same for inputs of which vectors are wanted: one request for each."""
+        pooling = check_pools(self.pooling)
+        _check_priority(priority)
+        prepared = []
+        for index, prompt in enumerate(prompts):
+            try:
+                self._check_input(prompt.token_ids)
+            except RequestError as error:
+                if len(prompts) > 1:
+                    error.args = (f"input {index}: {error}",)
+                raise
+            request = EngineRequest(
+                request_id=f"{request_id}-{os.urandom(4).hex()}-{index}",
+                prompt_token_ids=prompt.token_ids,
+                params=NO_OUTPUT,
+                max_tokens=0,
+                arrival_time_s=arrival_s,
+                priority=priority,
+                cache_salt=cache_salt,
+                tenant=tenant,
+                pooling="last" if pooling.kind == "last" else "all",
+                second_segment=prompt.second_segment,
+            )
+            prepared.append(
+                PreparedRequest(
+                    request_id=request_id,
+                    prompt=None,
+                    prompt_token_ids=prompt.token_ids,
+                    params=NO_OUTPUT,
+                    requests=[request],
+                    stop_by_id={},
+                )
+            )
+        return prepared
+
+    def _check_input(self, token_ids: list[int]) -> None:
+        self._check_prompt_ids(token_ids, "input")
+        if len(token_ids) > self.max_model_len:
+            raise PromptTooLongError(
+                f"the input has {len(token_ids)} tokens and this model takes {self.max_model_len}; shorten it, or set"
+                " truncate_prompt_tokens (-1: as many as fit)",
+                param="input",
+            )
+
     def _prompt_token_ids(
         self, prompt: str | Sequence[int], params: SamplingParams, *, add_special_tokens: bool
     ) -> list[int]:
@@ -158,19 +214,21 @@ class InputProcessor:
             token_ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if prompt else []
         else:
             token_ids = list(prompt)
-            for token_id in token_ids:
-                if type(token_id) is not int:
-                    raise RequestError(f"the prompt holds {token_id!r}; token ids are integers", param="prompt")
-                if not 0 <= token_id < self.vocab_size:
-                    raise RequestError(
-                        f"the prompt holds token id {token_id}; this model's ids are 0 to {self.vocab_size - 1}",
-                        param="prompt",
-                    )
+            self._check_prompt_ids(token_ids, "prompt")
         if not token_ids:
             raise RequestError("the prompt cannot be empty; send at least one character or token id", param="prompt")
         if params.truncate_prompt_tokens is not None:
             token_ids = token_ids[-params.truncate_prompt_tokens :]
         return token_ids
+
+    def _check_prompt_ids(self, token_ids: list[int], name: str) -> None:
+        for token_id in token_ids:
+            if type(token_id) is not int:
+                raise RequestError(f"the {name} holds {token_id!r}; token ids are integers", param=name)
+            if not 0 <= token_id < self.vocab_size:
+                raise RequestError(
+                    f"the {name} holds token id {token_id}; this model's ids are 0 to {self.vocab_size - 1}", param=name
+                )
 
     def _check_token_ids(self, params: SamplingParams) -> None:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
@@ -237,3 +295,11 @@ class InputProcessor:
             if token_ids and token_ids not in found:
                 found.append(token_ids)
         return found
+
+
+def _check_priority(priority: int) -> None:
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise RequestError(
+            f"priority={priority} is out of range; it must be between {-MAX_PRIORITY} and {MAX_PRIORITY}",
+            param="priority",
+        )

@@ -23,12 +23,23 @@ from pagemill.engine.detokenizer import Vocabulary
 from pagemill.engine.input import InputProcessor, PreparedRequest
 from pagemill.engine.metrics import Metrics, RunStats
 from pagemill.engine.output import OutputKind, OutputProcessor, RequestState
+from pagemill.engine.pooling import Comparison, PoolingPrompt, PoolingTexts, check_embeds, embedding
 from pagemill.engine.text import ModelText
 from pagemill.engine.wire import StepOutputs
 from pagemill.errors import ConfigError, EngineDeadError, PagemillError, RequestError
 from pagemill.models.sources import resolve_source
 from pagemill.models.tokenizer import Tokenizer
-from pagemill.params import BeamSearchParams, FinishReason, RequestOutput, SamplingParams
+from pagemill.params import (
+    BeamSearchParams,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    FinishReason,
+    PoolingParams,
+    RequestOutput,
+    SamplingParams,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 
 __all__ = ["LLM", "Prompt"]
 
@@ -156,6 +167,62 @@ class LLM:
             for search, each in zip(searches, prepared, strict=True)
         ]
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector for each prompt, in their order. Raises :class:`~pagemill.errors.RequestError` for a bad one."""
+        params = pooling_params or PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens)
+        pooling = check_embeds(self.model_config.pooling, params, self.model_config.hidden_size)
+        given = [self._split(item)[0] for item in _as_list(prompts)]
+        inputs = PoolingTexts(self.tokenizer, self.max_model_len).inputs(given, params)
+        return [
+            EmbeddingRequestOutput(
+                request_id=output.request_id,
+                prompt_token_ids=output.prompt_token_ids,
+                outputs=EmbeddingOutput(embedding(output, pooling, params).tolist()),
+                num_cached_tokens=output.num_cached_tokens,
+            )
+            for output in self._pool(inputs, use_tqdm)
+        ]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        use_activation: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts go together: one with many, or as many with as many. See docs/embeddings.md."""
+        first, second = ([each] if isinstance(each, str) else list(each) for each in (data_1, data_2))
+        compared = Comparison(self.model_config.pooling, first, second, ("data_1", "data_2"))
+        params = PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens)
+        inputs = compared.inputs(PoolingTexts(self.tokenizer, self.max_model_len), params)
+        outputs = self._pool(inputs, use_tqdm)
+        scores = compared.scores(outputs, activate=use_activation)
+        return [
+            ScoringRequestOutput(
+                request_id=output.request_id, prompt_token_ids=output.prompt_token_ids, outputs=ScoringOutput(value)
+            )
+            for output, value in zip(outputs[-len(scores) :], scores, strict=True)
+        ]
+
+    def _pool(self, inputs: Sequence[PoolingPrompt], use_tqdm: bool) -> list[RequestOutput]:
+        prepared = self._input.prepare_pooling(inputs, str(next(self._ids)), arrival_s=time.monotonic())
+        states = [self._admit(each) for each in prepared]
+        outputs = self._finish(states, use_tqdm)
+        for state in states:
+            if state.error is not None:
+                raise state.error
+        return outputs
+
     def complete(
         self, items: Iterable[tuple[Key, Prompt, SamplingParams]], *, ahead: int | None = None
     ) -> Iterator[tuple[Key, RequestOutput | PagemillError]]:
@@ -259,7 +326,10 @@ class LLM:
                 if len(prompts) > 1:
                     error.args = (f"prompt {index}: {error}",)
                 raise
-        states = [self._admit(each) for each in prepared]
+        return self._finish([self._admit(each) for each in prepared], use_tqdm)
+
+    def _finish(self, states: list[RequestState], use_tqdm: bool) -> list[RequestOutput]:
+        """Steps until all have ended, and what they gave."""
         try:
             self._drive(states, use_tqdm)
         finally:

@@ -173,18 +173,9 @@ class RequestState:
     """A request that someone waits for: its completions, and what was not taken yet."""
 
     __slots__ = (
-        *(
-            "_changed",
-            "_prompt_logprobs",
-            "arrival_s",
-            "caller",
-            "children",
-            "error",
-            "is_queued",
-            "kind",
-            "num_cached_tokens",
-        ),
-        *("num_unfinished", "on_change", "params", "prompt", "prompt_token_ids", "request_id", "vocabulary"),
+        *("_changed", "_pooled", "_prompt_logprobs", "arrival_s", "caller", "children", "error", "is_queued", "kind"),
+        *("num_cached_tokens", "num_unfinished", "on_change", "params", "prompt", "prompt_token_ids", "request_id"),
+        "vocabulary",
     )
 
     def __init__(
@@ -220,6 +211,7 @@ class RequestState:
         self.num_unfinished = len(self.children)
         self._changed: dict[int, CompletionState] = {}
         self._prompt_logprobs: list[TokenLogprobs] = []
+        self._pooled: bytes | None = None
 
     @property
     def finished(self) -> bool:
@@ -232,6 +224,7 @@ class RequestState:
             self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
             if output.new_prompt_logprobs:
                 self._prompt_logprobs += output.new_prompt_logprobs
+            self._pooled = output.pooled
         if output.error is not None:
             self.error = self.error or _engine_error(output)
         child.append(output)
@@ -257,6 +250,7 @@ class RequestState:
             prompt_logprobs=self._take_prompt_logprobs(),
             num_cached_tokens=self.num_cached_tokens,
             finished=self.finished,
+            pooled=self._pooled,
         )
 
     def _take_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
@@ -340,6 +334,8 @@ class OutputProcessor:
                 else:
                     self._begin(child, output, now_s)
                 child.last_token_s = now_s
+            elif output.pooled is not None:
+                self._begin(child, output, now_s)
             elif output.error is not None and output.error_status == NonFiniteLogitsError.status:
                 self.metrics.corrupted += 1
             state.append(child, output)

@@ -15,10 +15,12 @@ from pagemill import _native
 from pagemill.kernels.ops import AttentionSpec, StepInputs
 
 __all__ = [
+    "activate",
     "attention_steps",
     "gated_linear_bf16",
     "gated_linear_f32",
     "hadamard",
+    "layer_norm",
     "linear_bf16",
     "linear_f32",
     "rms_norm",
@@ -35,6 +37,20 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """[N, H] -> [N, H]."""
     out = torch.empty_like(x)
     _native.rms_norm(x, weight, eps, out)
+    return out
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """[N, H] -> [N, H]."""
+    out = torch.empty_like(x)
+    _native.layer_norm(x, weight, bias, eps, out)
+    return out
+
+
+def activate(x: torch.Tensor, activation: Literal["gelu", "tanh"]) -> torch.Tensor:
+    """[N, H] -> [N, H]."""
+    out = x.clone()
+    _native.activate(out, activation)
     return out
 
 
@@ -124,6 +140,7 @@ def attention_steps(
             scale=spec.scale,
             window=spec.window or 0,
             softcap=spec.softcap or 0.0,
+            causal=spec.causal,
             **layout,
         )
         results.append(out)

@@ -14,7 +14,7 @@ import torch
 from pagemill.kernels.ops import AttentionSpec, StepInputs
 from pagemill.model_config import RopeConfig
 
-__all__ = ["attention", "gated_linear", "hadamard", "linear", "rms_norm", "scale_softcap"]
+__all__ = ["activate", "attention", "gated_linear", "hadamard", "layer_norm", "linear", "rms_norm", "scale_softcap"]
 
 Examples = Iterator[tuple[str, dict[str, Any]]]
 
@@ -38,6 +38,24 @@ def rms_norm() -> Examples:
     yield "zeros", {"x": torch.zeros(2, 64), "weight": torch.ones(64), "eps": 1e-6}
     yield "large", {"x": _draw(2, 64) * 1e6, "weight": torch.ones(64), "eps": 1e-6}
     yield "tiny", {"x": _draw(2, 64) * 1e-6, "weight": torch.ones(64), "eps": 1e-6}
+
+
+def layer_norm() -> Examples:
+    """Widths from 1; a constant row, whose variance is 0; values far from 0."""
+    for rows, width in ((1, 1), (3, 7), (5, 384), (2, 1024)):
+        inputs = {"x": _draw(rows, width), "weight": _draw(width, seed=1), "bias": _draw(width, seed=2)}
+        yield f"{rows}x{width}", {**inputs, "eps": 1e-12 if width > 1 else 1e-5}
+    flat = {"weight": torch.ones(40), "bias": _draw(40, seed=2), "eps": 1e-12}
+    yield "constant", {"x": torch.full((2, 40), 3.0), **flat}
+    yield "far from zero", {"x": _draw(2, 40) + 50, **flat}
+
+
+def activate() -> Examples:
+    """Both, over the whole range and with tails."""
+    for activation in ("gelu", "tanh"):
+        for width in (1, 33, 384):
+            yield f"{activation} {width}", {"x": _draw(3, width) * 3, "activation": activation}
+        yield f"{activation} wide", {"x": torch.linspace(-30, 30, 801)[None], "activation": activation}
 
 
 def hadamard() -> Examples:
@@ -85,6 +103,8 @@ def attention() -> Examples:
         ("interleaved pairs", {"rope": RopeConfig(rotary_dim=32, interleaved=True)}),
         ("window", {"window": 20}),
         ("window of one", {"window": 1}),
+        ("both ways", {"causal": False}),
+        ("both ways, one head", {"causal": False, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8, "rope": None}),
         ("soft cap", {"softcap": 4.0, "scale": 0.7}),
         ("norm of each head", {"q_norm": _draw(32, seed=3), "k_norm": _draw(32, seed=4)}),
         ("norm of all heads", {"q_norm": _draw(6 * 32, seed=3), "k_norm": _draw(2 * 32, seed=4)}),
@@ -106,6 +126,7 @@ def attention() -> Examples:
             q_norm=options.get("q_norm"),
             k_norm=options.get("k_norm"),
             norm_eps=1e-6,
+            causal=options.get("causal", True),
         )
         yield name, {"spec": spec, "steps": _steps(spec), "num_blocks": 24, "block_size": BLOCK_SIZE}
 

@@ -30,7 +30,7 @@ class StepInputs:
     """One step's tensors. int32 throughout, as the native kernels want; group = kind of KV cache."""
 
     token_ids: torch.Tensor  # [N]
-    positions: torch.Tensor  # [N]
+    positions: torch.Tensor  # [N] for rope and the cache; of an encoder, rows of its position table
     query_start: torch.Tensor  # [R + 1] first token of each row, then N
     context_lens: torch.Tensor  # [R] tokens in the KV cache once this step is written
     slot_mapping: list[torch.Tensor]  # per group [N]: block_id * block_size + offset
@@ -76,6 +76,8 @@ class AttentionSpec:
     q_norm: torch.Tensor | None  # [D] (per head) or [Hq * D] (full)
     k_norm: torch.Tensor | None  # [D] or [Hkv * D]
     norm_eps: float
+    causal: bool = True
+    """False: each query sees all of its request's keys, which are all written in this step."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -98,6 +100,15 @@ class Ops(Protocol):
     def embed(self, table: LinearWeight, scale: float) -> Value:
         """Rows of ``table`` for the step's token ids, times ``scale``: [N, H]."""
 
+    def positions(self, table: torch.Tensor) -> Value:
+        """Rows of ``table`` (float32 [P, H]) for the step's positions: [N, H]."""
+
+    def layer_norm(self, x: Value, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Value:
+        """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, in float32: [N, H]."""
+
+    def activate(self, x: Value, activation: str) -> Value:
+        """gelu (the exact one) or tanh of each element."""
+
     def rms_norm(self, x: Value, weight: torch.Tensor, eps: float) -> Value:
         """x / rms(x) * weight over the last dimension; the mean square in float32: [N, H]."""
 
@@ -117,13 +128,16 @@ class Ops(Protocol):
         """Split [N, (Hq + 2 Hkv) D], norm q and k, rotate, write k and v to the layer's cache; return q [N, Hq D]."""
 
     def attend(self, q: Value, spec: AttentionSpec) -> Value:
-        """Causal attention of each query over its request's cached keys: [N, Hq D]."""
+        """Attention of each query over its request's cached keys: [N, Hq D]."""
 
     def moe(self, x: Value, weights: MoeWeights) -> Value:
         """Mixture of experts: [N, H] -> [N, H]."""
 
     def select_rows(self, x: Value) -> Value:
         """The step's ``logits_rows`` of x: [L, H]."""
+
+    def result(self, x: Value) -> Value:
+        """x itself as float32 [L, H], where a model ends without logits."""
 
     def logits(self, x: Value, weight: LinearWeight, scale: float, softcap: float | None) -> Value:
         """float32 [L, V]: x W^T * scale, then softcap * tanh(. / softcap) where there is one."""

@@ -20,12 +20,14 @@ __all__ = [
     "ACTIVATIONS",
     "KVLayer",
     "ReferenceOps",
+    "activate",
     "apply_rope",
     "attention_steps",
     "experts",
     "from_bytes",
     "gated",
     "hadamard",
+    "layer_norm",
     "paged_attention",
     "rms_norm",
     "softcap",
@@ -122,6 +124,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (wide * weight.float()).to(x.dtype)
 
 
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, computed in float32, in x's type."""
+    return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
+
+
+def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """gelu (the exact one) or tanh, in float32, in x's type."""
+    return (F.gelu(x.float()) if activation == "gelu" else torch.tanh(x.float())).to(x.dtype)
+
+
 def softcap(x: torch.Tensor, cap: float | None) -> torch.Tensor:
     """cap * tanh(x / cap); x itself without a cap."""
     return x if cap is None else cap * torch.tanh(x / cap)
@@ -149,10 +161,9 @@ def apply_rope(x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, in
     return torch.cat((turned.to(x.dtype), kept), dim=-1)
 
 
-def paged_attention(
-    q: torch.Tensor, cache: KVLayer, inputs: StepInputs, group: int, scale: float, window: int | None, cap: float | None
-) -> torch.Tensor:
-    """Causal attention of each row's queries over its own cached keys: q [N, Hq, D] -> [N, Hq, D]."""
+def paged_attention(q: torch.Tensor, cache: KVLayer, inputs: StepInputs, spec: AttentionSpec) -> torch.Tensor:
+    """Attention of each row's queries over its own cached keys: q [N, Hq, D] -> [N, Hq, D]."""
+    group, window = spec.group, spec.window
     out = torch.empty_like(q)
     starts = inputs.query_start.tolist()
     lengths = inputs.context_lens.tolist()
@@ -162,8 +173,9 @@ def paged_attention(
             high = min(low + QUERY_TILE, last)
             position = length - (last - low)  # of the tile's first query
             seen = 0 if window is None else max(0, position - window + 1)
-            keys, values = _gather(cache, inputs.block_tables[group][row], seen, position + high - low)
-            out[low:high] = _attend(q[low:high], keys, values, position - seen, scale, window, cap)
+            newest = position + high - low if spec.causal else length
+            keys, values = _gather(cache, inputs.block_tables[group][row], seen, newest)
+            out[low:high] = _attend(q[low:high], keys, values, position - seen, spec)
     return out
 
 
@@ -181,21 +193,21 @@ def _attend(
     keys: torch.Tensor,
     values: torch.Tensor,
     first: int,
-    scale: float,
-    window: int | None,
-    cap: float | None,
+    spec: AttentionSpec,
 ) -> torch.Tensor:
     """q [n, Hq, D], its first query standing at index ``first`` of keys and values [T, Hkv, D]."""
     n, num_heads, dim = q.shape
     total, num_kv_heads, _ = keys.shape
     grouped = q.float().view(n, num_kv_heads, -1, dim).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
     scores = (grouped.flatten(1, 2) @ keys.permute(1, 2, 0)).view(num_kv_heads, -1, n, total)
-    scores = softcap(scores * scale, cap)
-    distance = torch.arange(first, first + n, device=q.device)[:, None] - torch.arange(total, device=q.device)
-    hidden = distance < 0
-    if window is not None:
-        hidden |= distance >= window
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    scores = softcap(scores * spec.scale, spec.softcap)
+    if spec.causal:
+        distance = torch.arange(first, first + n, device=q.device)[:, None] - torch.arange(total, device=q.device)
+        hidden = distance < 0
+        if spec.window is not None:
+            hidden |= distance >= spec.window
+        scores = scores.masked_fill(hidden, float("-inf"))
+    weights = scores.softmax(-1)
     mixed = weights.flatten(1, 2) @ values.permute(1, 0, 2)  # [Hkv, G n, D]
     return mixed.view(num_kv_heads, -1, n, dim).permute(2, 0, 1, 3).reshape(n, num_heads, dim).to(q.dtype)
 
@@ -251,6 +263,18 @@ class ReferenceOps:
         rows = table.rows(self.step.token_ids)
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype)
 
+    def positions(self, table: torch.Tensor) -> torch.Tensor:
+        """Rows of the table: [N, H]."""
+        return table[self.step.positions.long()]
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        """[N, H] -> [N, H]."""
+        return layer_norm(x, weight, bias, eps)
+
+    def activate(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """[N, H] -> [N, H]."""
+        return activate(x, activation)
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """[N, H] -> [N, H]."""
         return rms_norm(x, weight, eps)
@@ -296,7 +320,7 @@ class ReferenceOps:
         """[N, Hq D] -> [N, Hq D]."""
         heads = q.view(-1, spec.num_heads, spec.head_dim)
         cache = self.kv_caches[spec.layer]
-        return paged_attention(heads, cache, self.step, spec.group, spec.scale, spec.window, spec.softcap).flatten(1)
+        return paged_attention(heads, cache, self.step, spec).flatten(1)
 
     def moe(self, x: torch.Tensor, weights: MoeWeights) -> torch.Tensor:
         """[N, H] -> [N, H]."""
@@ -305,6 +329,10 @@ class ReferenceOps:
     def select_rows(self, x: torch.Tensor) -> torch.Tensor:
         """[N, H] -> [L, H]."""
         return x[self.step.logits_rows.long()]
+
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        """float32 [L, H]."""
+        return x.float()
 
     def logits(self, x: torch.Tensor, weight: LinearWeight, scale: float, softcap_at: float | None) -> torch.Tensor:
         """float32 [L, V]."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pagemill.kernels import examples
-from pagemill.kernels.reference import attention_steps, gated, hadamard, rms_norm, softcap
+from pagemill.kernels.reference import activate, attention_steps, gated, hadamard, layer_norm, rms_norm, softcap
 
 __all__ = ["OPS", "Op", "implementation"]
 
@@ -59,6 +59,20 @@ OPS: dict[str, Op] = {
         atol=1e-6,
         rtol=1e-5,
         implementations={"native": f"{CPU}:rms_norm"},
+    ),
+    "layer_norm": Op(
+        reference=layer_norm,
+        examples=examples.layer_norm,  # some far from zero, where the mean's own rounding counts
+        atol=1e-5,
+        rtol=1e-5,
+        implementations={"native": f"{CPU}:layer_norm"},
+    ),
+    "activate": Op(
+        reference=activate,
+        examples=examples.activate,
+        atol=2e-6,
+        rtol=1e-6,
+        implementations={"native": f"{CPU}:activate"},
     ),
     "hadamard": Op(
         reference=hadamard,

@@ -1,4 +1,4 @@
-"""The second half of a block: a gated MLP, or a mixture of them."""
+"""The second half of a block: a gated MLP, a mixture of them, or an encoder's plain one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pagemill.kernels.ops import LinearWeight, MoeWeights, Ops, Value
 
-__all__ = ["Experts", "GatedMLP"]
+__all__ = ["MLP", "Experts", "GatedMLP"]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -30,6 +30,24 @@ class GatedMLP:
     def weights(self) -> list[LinearWeight]:
         """All packed matrices."""
         return [self.gate_up, self.down]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class MLP:
+    """down(act(up(x)))."""
+
+    up: LinearWeight  # [I, H]
+    down: LinearWeight  # [H, I]
+    activation: str
+
+    def forward(self, ops: Ops, x: Value) -> Value:
+        """[N, H] -> [N, H]."""
+        return ops.linear(ops.activate(ops.linear(x, self.up), self.activation), self.down)
+
+    @property
+    def weights(self) -> list[LinearWeight]:
+        """All packed matrices."""
+        return [self.up, self.down]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -61,7 +61,7 @@ class DecoderLayer:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Decoder:
-    """A whole model. A tied head is the embedding itself."""
+    """A whole model. A tied head is the embedding itself; a model that pools has none."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -71,12 +71,12 @@ class Decoder:
     embedding: LinearWeight  # [V, H]
     layers: Sequence[DecoderLayer]
     final_norm: torch.Tensor  # [H]
-    head: LinearWeight  # [V, H]
+    head: LinearWeight | None  # [V, H]
     before_head: LinearWeight | None = None  # [H, H]
     """Where the residual stream is rotated and the head is not made for that."""
 
     def forward(self, ops: Ops) -> Value:
-        """The step's tokens -> float32 logits [L, V] of the rows that need them."""
+        """The step's tokens -> float32 logits [L, V] of the rows that need them, or without a head [L, H]."""
         config = self.config
         x = ops.embed(self.embedding, config.embedding_scale)
         for layer in self.layers:
@@ -84,7 +84,14 @@ class Decoder:
         x = ops.rms_norm(ops.select_rows(x), self.final_norm, config.norm_eps)
         if self.before_head is not None:
             x = ops.linear(x, self.before_head)
+        if self.head is None:
+            return ops.result(x)
         return ops.logits(x, self.head, config.logits_scale, config.logits_softcap)
+
+    @property
+    def result_size(self) -> int:
+        """Columns of what comes out."""
+        return self.config.hidden_size if self.head is None else self.config.vocab_size
 
     @property
     def attention_specs(self) -> list[AttentionSpec]:
@@ -98,7 +105,7 @@ class Decoder:
             self.embedding,
             *(w for layer in self.layers for w in (*layer.attention.weights, *layer.mlp.weights)),
         ]
-        if self.head is not self.embedding:
+        if self.head is not None and self.head is not self.embedding:
             matrices.append(self.head)
         if self.before_head is not None:
             matrices.append(self.before_head)

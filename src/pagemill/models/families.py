@@ -24,7 +24,7 @@ Names = Mapping[str, str]
 
 Roles: embedding, final_norm, head; per layer attn_norm, attn_post_norm, mlp_norm, mlp_post_norm, q, k, v or qkv, o,
 q_norm, k_norm, gate, up or gate_up, down, router, expert_gate, expert_up, expert_down. A template without {e} for an
-expert's role is one tensor of all experts.
+expert's role is one tensor of all experts. An encoder has position, segment, embedding_norm, pooler and classifier too.
 """
 
 _ATTENTION = {
@@ -116,6 +116,8 @@ class Family:
     """Embeddings are multiplied by sqrt(hidden_size)."""
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
     """Other words for kinds of rope scaling."""
+    encoder: bool = False
+    """Every token sees every other; models/encoder.py in place of models/decoder.py."""
 
 
 _GEMMA_DEFAULTS = {
@@ -284,6 +286,28 @@ _ALL = (
         defaults={"attention_multiplier": 1.0},
         biases="config",
     ),
+    Family(
+        name="bert",
+        hf=("BertModel", "BertForSequenceClassification", "BertForMaskedLM"),
+        names={
+            "embedding": "embeddings.word_embeddings",
+            "position": "embeddings.position_embeddings",
+            "segment": "embeddings.token_type_embeddings",
+            "embedding_norm": "embeddings.LayerNorm",
+            "q": "encoder.layer.{i}.attention.self.query",
+            "k": "encoder.layer.{i}.attention.self.key",
+            "v": "encoder.layer.{i}.attention.self.value",
+            "o": "encoder.layer.{i}.attention.output.dense",
+            "attn_post_norm": "encoder.layer.{i}.attention.output.LayerNorm",
+            "up": "encoder.layer.{i}.intermediate.dense",
+            "down": "encoder.layer.{i}.output.dense",
+            "mlp_post_norm": "encoder.layer.{i}.output.LayerNorm",
+            "pooler": "pooler.dense",
+            "classifier": "classifier",
+        },
+        defaults={"hidden_act": "gelu", "type_vocab_size": 2, "layer_norm_eps": 1e-12},
+        encoder=True,
+    ),
 )
 
 FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in _ALL})
@@ -314,11 +338,13 @@ def model_config(checkpoint: Checkpoint) -> ModelConfig:
     :class:`UnsupportedModelError` for an architecture or a feature that would change results and is not implemented.
     """
     from pagemill.models.gguf_config import from_metadata
-    from pagemill.models.hf_config import from_config_json
+    from pagemill.models.hf_config import encoder_config, from_config_json
 
     family = family_of(checkpoint)
     if checkpoint.format == "gguf":
         config = from_metadata(family, checkpoint)
+    elif family.encoder:
+        config = encoder_config(family, checkpoint.config)
     else:
         config = from_config_json(family, checkpoint.config, checkpoint.generation_config)
     _check(config)

@@ -16,7 +16,7 @@ from pagemill.model_config import LayerConfig, ModelConfig, MoeConfig, RopeConfi
 from pagemill.models.families import Family
 from pagemill.models.settings import MAX_LAYERS, Settings
 
-__all__ = ["from_config_json"]
+__all__ = ["encoder_config", "from_config_json"]
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 ROPE_KEYS = {
@@ -88,6 +88,40 @@ def from_config_json(family: Family, config: Mapping[str, Any], generation: Mapp
         tie_word_embeddings=family.tied if tied is None else tied,
         eos_token_ids=_token_ids(generation.get("eos_token_id"), config.get("eos_token_id"), text.get("eos_token_id")),
         bos_token_id=next(iter(_token_ids(text.get("bos_token_id"), config.get("bos_token_id"))), None),
+    )
+
+
+def encoder_config(family: Family, config: Mapping[str, Any]) -> ModelConfig:
+    """The encoder that ``config`` describes; raises ModelFormatError or UnsupportedModelError."""
+    _refuse(config)
+    settings = Settings({**family.defaults, **{k: v for k, v in config.items() if v is not None}}, "config.json")
+    kind = settings.text("position_embedding_type", "absolute")
+    if kind != "absolute":
+        raise UnsupportedModelError(f"position_embedding_type={kind!r} is not supported; only absolute is")
+    if settings.text("hidden_act") != "gelu":
+        raise UnsupportedModelError(f"hidden_act={settings.text('hidden_act')!r} is not supported; only gelu is")
+    hidden, heads = settings.size("hidden_size"), settings.size("num_attention_heads")
+    if hidden % heads:
+        raise ModelFormatError(f"config.json: hidden_size={hidden} is no multiple of num_attention_heads={heads}")
+    return ModelConfig(
+        architecture=family.name,
+        vocab_size=settings.size("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=settings.size("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        layers=(LayerConfig(rope=None),) * settings.size("num_hidden_layers", most=MAX_LAYERS),
+        max_position_embeddings=settings.size("max_position_embeddings"),
+        norm_eps=settings.positive("layer_norm_eps"),
+        norm_placement="post",
+        hidden_act="gelu",
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        attention_scale=1.0 / math.sqrt(hidden // heads),
+        causal=False,
+        type_vocab_size=settings.size("type_vocab_size"),
     )
 
 

@@ -29,9 +29,13 @@ SIDE_FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "vocab.txt",
     "chat_template.jinja",
     "chat_template.json",
     "model.safetensors.index.json",
+    "modules.json",
+    "sentence_bert_config.json",
+    "1_Pooling/config.json",
 )
 """What is read beside the weights."""
 

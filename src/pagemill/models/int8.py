@@ -139,8 +139,12 @@ class Int8Loader(WeightLoader):
         return hadamard_block(width)
 
     def before_head(self) -> LinearWeight | None:
-        """Q^T diag(g) Q, for a table that serves as embedding and head."""
-        if self.rotation is None or not self.model.tie_word_embeddings:
+        """Q^T diag(g) Q, for a table that serves as embedding and head; diag(g) Q where hidden states are wanted."""
+        if self.rotation is None:
+            return None
+        if self.model.pooling is not None:
+            return self.dense(self.rotation.columns(torch.diag(self.folded["final_norm"])))
+        if not self.model.tie_word_embeddings:
             return None
         weight = torch.diag(self.folded["final_norm"])
         return self.dense(self.rotation.rows(self.rotation.columns(weight)))

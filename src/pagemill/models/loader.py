@@ -1,4 +1,4 @@
-"""A checkpoint -> a Decoder, streaming: a few megabytes of one stored tensor are in flight at a time.
+"""A checkpoint -> a model, streaming: a few megabytes of one stored tensor are in flight at a time.
 
 Owns the order of loading (that of use) and what is merged: q, k and v into one matrix, gate and up into one. Which
 tensor that is and which part of it belongs to this rank is models/tensors.py's; how a matrix is kept is quant/'s.
@@ -6,8 +6,10 @@ tensor that is and which part of it belongs to this rank is models/tensors.py's;
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +26,13 @@ from pagemill.model_config import LayerConfig, ModelConfig, MoeConfig, RopeConfi
 from pagemill.models.checkpoint import Checkpoint
 from pagemill.models.decoder import Decoder, DecoderLayer
 from pagemill.models.families import family_of, model_config
+from pagemill.models.pooling import pooling_of, usual_context
 from pagemill.models.tensors import TensorReader
 from pagemill.quant.matrix import Matrix
 from pagemill.quant.method import LinearShape, Target, choose, method
+
+if TYPE_CHECKING:
+    from pagemill.models.encoder import Model
 
 __all__ = ["WeightLoader", "load_model"]
 
@@ -42,13 +48,16 @@ def load_model(
     native: bool,
     device: torch.device | None = None,
     group: Group = SOLO,
-) -> Decoder:
-    """Read the weights of ``checkpoint`` into a decoder.
+) -> Model:
+    """Read the weights of ``checkpoint`` into a model.
 
     The rope tables get ``config.max_model_len`` positions, or the model's own number. Raises ModelFormatError,
     UnsupportedModelError, or ConfigError where the length asked for is longer than the model can go.
     """
     model = model_config(checkpoint)
+    pooling = pooling_of(checkpoint, model, config)
+    if pooling is not None:
+        model = dataclasses.replace(model, pooling=pooling, usual_context=usual_context(checkpoint))
     positions = config.max_model_len or model.max_position_embeddings
     if positions > longest_context(model):
         raise ConfigError(
@@ -65,13 +74,17 @@ def load_model(
     if native and (config.dtype == "float16" or (halves and config.dtype == "auto")):
         logger.info("float16 weights become bfloat16, which the native kernels multiply with")
     reader = TensorReader(checkpoint, family_of(checkpoint), group)
-    decoder = _decoder(reader, model, target, positions)
-    reader.finish(tied=model.tie_word_embeddings)
-    return decoder
+    loaded = _model(reader, model, target, positions)
+    reader.finish(tied=model.tie_word_embeddings, pools=pooling is not None)
+    return loaded
 
 
-def _decoder(reader: TensorReader, model: ModelConfig, target: Target, positions: int) -> Decoder:
+def _model(reader: TensorReader, model: ModelConfig, target: Target, positions: int) -> Model:
     """All weights, converted where the user asked for it."""
+    if not model.causal:
+        from pagemill.models.encoder_loader import EncoderLoader
+
+        return EncoderLoader(reader, model, target, positions).encoder()
     if target.quantization != "int8":
         return WeightLoader(reader, model, target, positions).decoder()
     from pagemill.models.int8 import Int8Loader
@@ -91,7 +104,7 @@ def _activation_dtype(checkpoint: Checkpoint, native: bool) -> torch.dtype:
     KV cache is well served by bfloat16.
     """
     tensors = [checkpoint.tensor(name) for name in checkpoint.names()]
-    types = {part.type for part in tensors if len(part.shape) > 1}
+    types = {part.type for part in tensors if len(part.shape) > 1 and part.type != "I64"}  # I64: a table of positions
     narrow = types != {"F32"} if native else types == {"BF16"}
     return torch.bfloat16 if narrow else torch.float32
 
@@ -121,9 +134,15 @@ class WeightLoader:
             embedding=embedding,
             layers=layers,
             final_norm=final_norm,
-            head=embedding if model.tie_word_embeddings else self.table_matrix("head"),
+            head=self.head(embedding),
             before_head=self.before_head(),
         )
+
+    def head(self, embedding: LinearWeight) -> LinearWeight | None:
+        """What makes logits of hidden states, in a model that generates."""
+        if self.model.pooling is not None:
+            return None
+        return embedding if self.model.tie_word_embeddings else self.table_matrix("head")
 
     def table_matrix(self, role: str) -> LinearWeight:
         """The embedding or the head: [V, H]."""
@@ -212,6 +231,7 @@ class WeightLoader:
             q_norm=q_norm,
             k_norm=k_norm,
             norm_eps=model.norm_eps,
+            causal=model.causal,
         )
 
     def rope_table(self, rope: RopeConfig) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Where a model comes from: a folder, a .gguf file, a hub id, or the embedded default.
+"""Where a model comes from: a folder, a .gguf file, a hub id, or a package (the embedded default).
 
 Owns the meaning of the word after ``--model`` and finds (or fetches, once) the files behind it. Must not read weights.
-Order of effects: the embedded default's name, then what is on disk, then the hub; a hub id never shadows a folder.
+Order of effects: the embedded models' names, then what is on disk, then the hub; a hub id never shadows a folder.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from pagemill.models import embedded, hub
 from pagemill.models.gguf import is_gguf
 
 __all__ = ["ModelSource", "resolve_source", "weight_files"]
+
+EMBEDDED = {DEFAULT_MODEL: embedded.SMOLLM2, "all-minilm-l6-v2": embedded.MINILM}
+"""Names of models that come inside packages."""
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?::(?P<file>[^:]+))?")
 
@@ -38,8 +41,9 @@ def resolve_source(model: str, *, revision: str | None = None) -> ModelSource:
     ``owner/repo:file.gguf`` and ``owner/repo:Q4_K_M`` name one GGUF file of a hub repository; ``revision`` is a branch,
     tag or commit of it. Raises ModelNotFoundError or ModelFormatError.
     """
-    if model == DEFAULT_MODEL:
-        return ModelSource(name=model, path=embedded.fetch(embedded.SMOLLM2), format="gguf")
+    if model in EMBEDDED:
+        path = embedded.fetch(EMBEDDED[model])
+        return ModelSource(name=model, path=path, format="safetensors" if path.is_dir() else "gguf")
     if not model or "\0" in model:
         raise ModelNotFoundError(f"model {model[:200]!r} is no name; the embedded default is {DEFAULT_MODEL}")
     path = Path(model).expanduser()
@@ -57,7 +61,7 @@ def resolve_source(model: str, *, revision: str | None = None) -> ModelSource:
         return ModelSource(name=model, path=source.path, format=source.format)
     raise ModelNotFoundError(
         f"no model {model[:200]!r}: it is no folder or .gguf file here, and a hub id reads owner/name; "
-        f"the embedded default is {DEFAULT_MODEL}"
+        f"embedded are {', '.join(EMBEDDED)}"
     )
 
 

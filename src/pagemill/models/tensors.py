@@ -23,7 +23,7 @@ __all__ = ["TensorReader"]
 
 logger = logging.getLogger(__name__)
 
-PREFIXES = ("model.", "language_model.model.", "model.language_model.")
+PREFIXES = ("model.", "language_model.model.", "model.language_model.", "", "bert.")
 """Where the text model sits in a safetensors checkpoint."""
 DISPENSABLE = (
     "rotary_emb.inv_freq",
@@ -31,10 +31,15 @@ DISPENSABLE = (
     "rope_freqs.weight",
     "rope_factors_long.weight",
     "rope_factors_short.weight",
+    "embeddings.position_ids",
 )
 """Endings of tensors whose content is in the configuration."""
 NOT_TEXT = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 """Beginnings of tensors of a multimodal checkpoint that a text model does not use."""
+
+
+NOT_POOLING = ("lm_head.weight", "output.weight", "pooler.dense.weight", "pooler.dense.bias", "cls.")
+"""Beginnings, below the prefix, of tensors that a model which pools does not use."""
 
 
 class TensorReader:
@@ -61,6 +66,8 @@ class TensorReader:
         """The stored name of a role, without its ending."""
         if role == "head" and not self.is_gguf:
             return "language_model.lm_head" if self._prefix.startswith("language_model.") else "lm_head"
+        if role == "classifier":
+            return self._names[role]
         return self._prefix + self._names[role].format(i=layer, e=expert)
 
     def matrix(
@@ -92,6 +99,10 @@ class TensorReader:
         rows, columns = self._share(name, shape, shard)
         return Matrix(stored=self._stored(name + ".weight", (count, *shape)), expert=e, rows=rows, columns=columns)
 
+    def table(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+        """A whole table as float32."""
+        return self._stored(name + ".weight", shape).to_torch(torch.float32)
+
     def vector(self, name: str, length: int) -> torch.Tensor:
         """A whole vector as float32 [length]."""
         return self._stored(name, (length,)).to_torch(torch.float32)
@@ -107,7 +118,7 @@ class TensorReader:
             parts.append(whole[matrix.rows])
         return torch.cat(parts)
 
-    def finish(self, *, tied: bool) -> None:
+    def finish(self, *, tied: bool, pools: bool = False) -> None:
         """Raise :class:`ModelFormatError` if a tensor was not used that could have changed the result."""
         duplicate = self.name("head") + ".weight"
         extra = []
@@ -116,6 +127,8 @@ class TensorReader:
                 continue
             if name == duplicate and tied:
                 logger.info("%s repeats the embedding, to which the head is tied; it is not loaded", name)
+                continue
+            if pools and name.removeprefix(self._prefix).startswith(NOT_POOLING):
                 continue
             extra.append(name)
         if extra:

@@ -1,7 +1,8 @@
 """Text to token ids and back, for whichever tokenizer a model comes with.
 
 Owns which ids are special, which end a text, and what bytes each token stands for. Must not render chats or keep any
-state of a request. Reads ``tokenizer.json``, a GGUF file's metadata, or a SentencePiece ``tokenizer.model``. Nothing is
+state of a request. Reads ``tokenizer.json``, a GGUF file's metadata, a SentencePiece ``tokenizer.model``, or BERT's
+``vocab.txt``. Nothing is
 ever truncated or padded here, whatever the tokenizer's file asks for. Pickles, so that it can be sent to a process.
 """
 
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer as Backend
 
 from pagemill.config import DEFAULT_MODEL
 from pagemill.errors import ModelError, ModelFormatError, ModelNotFoundError, RequestError
-from pagemill.models import gguf_tokenizer, hub
+from pagemill.models import gguf_tokenizer, hub, wordpiece
 from pagemill.models.checkpoint import Checkpoint, read_json
 from pagemill.models.gguf import GGUFFile
 from pagemill.models.gguf_tokenizer import SPACE, Vocabulary
@@ -79,6 +80,14 @@ class Tokenizer:
         if add_special_tokens and self._before is not None:
             return [[*self._before, *ids, *self._after] for ids in encoded]
         return encoded
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], int]]:
+        """Two texts as one input, with what the model wants around them: ids, and where the second segment begins."""
+        for pair in pairs:
+            for text in pair:
+                _check_unicode(text)
+        encoded = self.backend.encode_batch(list(pairs))
+        return [(each.ids, each.type_ids.index(1) if 1 in each.type_ids else len(each.ids)) for each in encoded]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``ids``; bytes that are not UTF-8 show as U+FFFD."""
@@ -223,9 +232,13 @@ def _from_model_file(
     folder: Path, settings: Mapping[str, Any], config: Mapping[str, Any], generation_config: Mapping[str, Any]
 ) -> Tokenizer:
     path = folder / "tokenizer.model"
+    if (folder / "vocab.txt").is_file():
+        special = _special_tokens(settings, read_json(folder / "special_tokens_map.json") or {})
+        backend, special = wordpiece.from_vocab(folder / "vocab.txt", settings, special)
+        return Tokenizer(backend, special_tokens=special, eos_ids=_eos_ids(backend, special, config, generation_config))
     if not path.is_file():
         raise ModelNotFoundError(
-            f"{folder} holds neither tokenizer.json nor tokenizer.model; name another place with --tokenizer"
+            f"{folder} holds no tokenizer.json, tokenizer.model or vocab.txt; name another place with --tokenizer"
         )
     vocabulary = gguf_tokenizer.from_sentencepiece(path.read_bytes(), str(path))
     settings = {**settings, "chat_template": _chat_template(folder, settings)}

@@ -15,8 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagemill.config import ServerConfig
+from pagemill.engine.pooling import check_generates
 from pagemill.errors import PagemillError
-from pagemill.server import chat, completions, info, tokenization
+from pagemill.server import chat, completions, embeddings, info, scoring, tokenization
 from pagemill.server.answer_schemas import (
     BlockMapResponse,
     ChatCompletionResponse,
@@ -34,7 +35,15 @@ from pagemill.server.engine_port import Engine
 from pagemill.server.errors import error_response, problem_response
 from pagemill.server.gate import Gate
 from pagemill.server.keys import Keys
-from pagemill.server.openapi import described, document
+from pagemill.server.openapi import STREAMED, described, document
+from pagemill.server.pooling_schema import (
+    EmbeddingRequest,
+    EmbeddingResponse,
+    RerankRequest,
+    RerankResponse,
+    ScoreRequest,
+    ScoreResponse,
+)
 from pagemill.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from pagemill.server.responses_api import handlers as responses
 from pagemill.server.responses_api.request import ResponsesRequest
@@ -51,6 +60,12 @@ POSTS: tuple[tuple[str, Handler, type[BaseModel], type[BaseModel]], ...] = (
     ("/v1/chat/completions", chat.create_chat_completion, ChatCompletionRequest, ChatCompletionResponse),
     ("/v1/responses", responses.create_response, ResponsesRequest, ResponseObject),
     ("/v1/responses/input_tokens", responses.count_input_tokens, ResponsesRequest, InputTokens),
+    ("/v1/embeddings", embeddings.create_embedding, EmbeddingRequest, EmbeddingResponse),
+    ("/rerank", scoring.rerank, RerankRequest, RerankResponse),
+    ("/v1/rerank", scoring.rerank, RerankRequest, RerankResponse),
+    ("/v2/rerank", scoring.rerank, RerankRequest, RerankResponse),
+    ("/score", scoring.create_score, ScoreRequest, ScoreResponse),
+    ("/v1/score", scoring.create_score, ScoreRequest, ScoreResponse),
     ("/tokenize", tokenization.tokenize, TokenizeRequest, TokenizeResponse),
     ("/detokenize", tokenization.detokenize, DetokenizeRequest, DetokenizeResponse),
 )
@@ -86,8 +101,8 @@ def build_app(engine: Engine, config: ServerConfig, keys: Keys | None = None) ->
     for method, path, handler, asked, answered in routes:
         app.add_api_route(
             path,
-            _bound(handler, context),
-            name=handler.__name__ if method == "POST" else f"{handler.__name__}{path.replace('/', '_')}",
+            _bound(handler, context, generates=method == "POST" and path in STREAMED),
+            name=f"{handler.__name__}{path.replace('/', '_')}",
             description=handler.__doc__,
             response_class=Response,
             **described(method, path, asked, answered),
@@ -102,9 +117,13 @@ def build_app(engine: Engine, config: ServerConfig, keys: Keys | None = None) ->
     return Gate(app, context)
 
 
-def _bound(handler: Handler, context: ServerContext) -> Callable[[Request], Awaitable[Response]]:
+def _bound(
+    handler: Handler, context: ServerContext, *, generates: bool = False
+) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
+            if generates:
+                check_generates(context.engine.pooling)
             return await handler(context, request)
         except (PagemillError, HTTPException, ClientDisconnect):
             raise

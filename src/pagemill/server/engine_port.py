@@ -5,10 +5,12 @@ Holds no code. Text never crosses this border on the way in: prompts are token i
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from pagemill.engine.metrics import Metrics
+from pagemill.engine.pooling import PoolingPrompt
+from pagemill.model_config import PoolingConfig
 from pagemill.models.chat_template import ChatTemplate
 from pagemill.models.tokenizer import Tokenizer
 from pagemill.params import RequestOutput, SamplingParams
@@ -46,6 +48,12 @@ class Engine(Protocol):
     def chat_template(self) -> ChatTemplate | None: ...
 
     @property
+    def pooling(self) -> PoolingConfig | None: ...
+
+    @property
+    def embedding_size(self) -> int: ...
+
+    @property
     def max_model_len(self) -> int: ...
 
     @property
@@ -67,6 +75,10 @@ class Engine(Protocol):
 
     async def call(self, name: str, *args: Any) -> Any:
         """An admin operation of the engine, done between two steps."""
+
+    async def pool(
+        self, prompts: Sequence[PoolingPrompt], request_id: str, *, priority: int = 0, cache_salt: str | None = None
+    ) -> list[RequestOutput]: ...
 
     def health(self) -> Health: ...
 

@@ -286,8 +286,16 @@ def _announce(context: ServerContext, listener: socket.socket, phases: _Phases) 
     host, port = listener.getsockname()[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     url = f"{'https' if context.config.ssl_certfile else 'http'}://{shown}:{port}"
-    body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0.2}'
+    pooling = context.engine.pooling
+    path, body = (
+        "chat/completions",
+        '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0.2}',
+    )
+    if pooling is not None and pooling.num_scores:
+        path, body = "score", '{"text_1": "Why is the sky blue?", "text_2": ["Light scatters.", "Grass is green."]}'
+    elif pooling is not None:
+        path, body = "embeddings", '{"input": ["Why is the sky blue?", "Light scatters."]}'
     key = ' -H "Authorization: Bearer $API_KEY"' if context.keys.required else ""
     print(f"Serving {context.model_name} at {url}/v1 (started in: {phases})")
-    print(f"  curl {url}/v1/chat/completions -H 'content-type: application/json'{key} -d {shlex.quote(body)}")
+    print(f"  curl {url}/v1/{path} -H 'content-type: application/json'{key} -d {shlex.quote(body)}")
     print(f"  web page: {url}/", flush=True)

@@ -1,4 +1,4 @@
-"""How a decoder's steps are computed, and the KV memory that they read and write.
+"""How a model's steps are computed, and the KV memory that they read and write.
 
 Owns the KV tensors. A backend is chosen once, at start; the runner does not know which one it drives.
 """
@@ -15,19 +15,19 @@ from pagemill.core.messages import BlockCopy
 from pagemill.kernels.ops import StepInputs
 from pagemill.kernels.reference import KVLayer, ReferenceOps
 from pagemill.model_config import ModelConfig
-from pagemill.models.decoder import Decoder
+from pagemill.models.encoder import Model
 
 __all__ = ["Backend", "ReferenceBackend"]
 
 
 class Backend(Protocol):
-    """Computes a decoder's steps over KV memory of its own."""
+    """Computes a model's steps over KV memory of its own."""
 
     name: str
     device: torch.device
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Write the step's keys and values; logits float32 [L, V] of ``inputs.logits_rows``.
+        """Write the step's keys and values; logits (or vectors) float32 [L, V] of ``inputs.logits_rows``.
 
         The caller may change them; they hold until the next call.
         """
@@ -42,14 +42,14 @@ class ReferenceBackend:
     name = "reference"
 
     @staticmethod
-    def layer_block_bytes(model: ModelConfig, block_size: int, kv_dtype: torch.dtype) -> int:
+    def layer_block_bytes(config: ModelConfig, block_size: int, kv_dtype: torch.dtype) -> int:
         """Keys and values of one block of one layer."""
         scale_bytes = torch.bfloat16.itemsize if kv_dtype == torch.int8 else 0
-        return 2 * block_size * model.num_kv_heads * (model.head_dim * kv_dtype.itemsize + scale_bytes)
+        return 2 * block_size * config.num_kv_heads * (config.head_dim * kv_dtype.itemsize + scale_bytes)
 
     def __init__(
         self,
-        decoder: Decoder,
+        model: Model,
         specs: Sequence[KVCacheSpec],
         kv_dtype: torch.dtype,
         device: torch.device,
@@ -59,10 +59,13 @@ class ReferenceBackend:
     ) -> None:
         del max_tokens, max_logits  # PyTorch allocates as it goes
         self.device = device
-        self._decoder = decoder
+        self._model = model
         self._specs = specs
         self._caches: list[KVLayer] = []  # one per layer
-        for attention in decoder.attention_specs:
+        for attention in model.attention_specs:
+            if not attention.causal and self._caches:
+                self._caches.append(self._caches[0])
+                continue
             spec = specs[attention.group]
             self._caches.append(
                 KVLayer(spec.num_blocks, spec.block_size, attention.num_kv_heads, attention.head_dim, kv_dtype, device)
@@ -70,8 +73,8 @@ class ReferenceBackend:
 
     @torch.no_grad()
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """One pass of the decoder."""
-        logits: torch.Tensor = self._decoder.forward(ReferenceOps(inputs, self._caches))
+        """One pass of the model."""
+        logits: torch.Tensor = self._model.forward(ReferenceOps(inputs, self._caches))
         return logits
 
     @torch.no_grad()

@@ -26,7 +26,7 @@ from pagemill.errors import ConfigError, EngineError
 from pagemill.memory_plan import MAX_PROMPT_LOGITS, MemoryPlan, activation_bytes, kv_specs, plan_memory
 from pagemill.model_config import ModelConfig
 from pagemill.models.checkpoint import Checkpoint, open_checkpoint
-from pagemill.models.decoder import Decoder
+from pagemill.models.encoder import Model
 from pagemill.models.loader import load_model
 from pagemill.models.sources import ModelSource, resolve_source
 from pagemill.platform import MemoryInfo, Platform, select_platform
@@ -34,7 +34,8 @@ from pagemill.sampling.picker import Picker, TorchPicker
 from pagemill.sampling.sampler import Sampler
 from pagemill.worker.backend import ReferenceBackend
 from pagemill.worker.input_batch import InputBatch
-from pagemill.worker.model_runner import Forward, ModelRunner
+from pagemill.worker.model_runner import ModelRunner
+from pagemill.worker.pooling_runner import PoolingRunner
 
 if TYPE_CHECKING:
     from pagemill.worker.native import NativeBackend
@@ -44,7 +45,7 @@ __all__ = ["Executor", "InprocExecutor"]
 log = logging.getLogger(__name__)
 
 NATIVE_BLOCK_MULTIPLE = 16
-PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}
+PLAIN_TYPES = {"F64", "F32", "F16", "BF16", "I64"}
 KV_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -77,6 +78,19 @@ class Executor(Protocol):
         """Let go of the model and its memory."""
 
 
+class Runner(Protocol):
+    """What does the steps: :class:`ModelRunner`, or where a model pools :class:`PoolingRunner`."""
+
+    def execute(self, plan: SchedulerOutput) -> Any:
+        """Run the forward pass; returns a handle for :meth:`sample`."""
+
+    def sample(self, plan: SchedulerOutput, mask: NDArray[np.int32] | None, forward: Any) -> StepResult:
+        """What the step produced."""
+
+    def warm_up(self) -> None:
+        """Let first calls pay nothing."""
+
+
 class InprocExecutor:
     """The model in the caller's own process."""
 
@@ -84,14 +98,14 @@ class InprocExecutor:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: Runner,
         *,
         source: ModelSource,
         model_config: ModelConfig,
         memory_plan: MemoryPlan,
         start_times_s: dict[str, float],
     ) -> None:
-        self._runner: ModelRunner | None = runner
+        self._runner: Runner | None = runner
         self.source = source
         self.model_config = model_config
         self.memory_plan = memory_plan
@@ -116,21 +130,21 @@ class InprocExecutor:
         with phases("load"):
             _set_threads(config, platform, native)
             loading = config if native or not quantized else _plain_where_it_fits(config, checkpoint, memory)
-            decoder = load_model(checkpoint, loading, native=native, device=platform.device)
+            model = load_model(checkpoint, loading, native=native, device=platform.device)
             checkpoint.close()
         with phases("plan"):
-            narrow = decoder.dtype != torch.float32 or (native and config.dtype == "auto" and quantized)
+            narrow = model.dtype != torch.float32 or (native and config.dtype == "auto" and quantized)
             kv_dtype = _kv_dtype(config, narrow)
-            plan = _plan(config, decoder, platform, memory, _backend_class(native), kv_dtype)
+            plan = _plan(config, model, platform, memory, _backend_class(native), kv_dtype)
             log.info("%s", plan.render())
         with phases("allocate"):
             backend = _backend_class(native)(
-                decoder,
+                model,
                 plan.specs,
                 kv_dtype,
                 platform.device,
                 max_tokens=config.max_num_batched_tokens,
-                max_logits=config.max_num_seqs + MAX_PROMPT_LOGITS,
+                max_logits=_max_results(config, model.config),
             )
             batch = InputBatch(
                 max_rows=config.max_num_seqs,
@@ -138,20 +152,24 @@ class InprocExecutor:
                 block_size=config.block_size,
                 num_groups=len(plan.specs),
             )
-            sampler = Sampler(config.max_num_seqs, decoder.config.vocab_size, _picker(native))
-            runner = ModelRunner(backend, batch, sampler)
+            runner: Runner
+            if model.config.pooling is not None:
+                runner = PoolingRunner(backend, batch, model.config)
+            else:
+                sampler = Sampler(config.max_num_seqs, model.config.vocab_size, _picker(native))
+                runner = ModelRunner(backend, batch, sampler)
         with phases("warm up"):
             runner.warm_up()
             platform.synchronize()
         log.info("started in %s", phases)
-        return cls(runner, source=source, model_config=decoder.config, memory_plan=plan, start_times_s=phases.seconds)
+        return cls(runner, source=source, model_config=model.config, memory_plan=plan, start_times_s=phases.seconds)
 
-    def execute(self, plan: SchedulerOutput) -> Forward:
+    def execute(self, plan: SchedulerOutput) -> Any:
         """Run the forward pass."""
         return self._running.execute(plan)
 
-    def sample(self, plan: SchedulerOutput, mask: NDArray[np.int32] | None, handle: Forward) -> StepResult:
-        """Choose tokens."""
+    def sample(self, plan: SchedulerOutput, mask: NDArray[np.int32] | None, handle: Any) -> StepResult:
+        """Choose tokens, or hand on vectors."""
         return self._running.sample(plan, mask, handle)
 
     def call(self, name: str, *args: Any) -> Any:
@@ -165,7 +183,7 @@ class InprocExecutor:
         self._runner = None
 
     @property
-    def _running(self) -> ModelRunner:
+    def _running(self) -> Runner:
         if self._runner is None:
             raise EngineError("the executor was shut down; create another")
         return self._runner
@@ -202,6 +220,13 @@ def _picker(native: bool) -> Picker:
     from pagemill.sampling.native import NativePicker
 
     return NativePicker()
+
+
+def _max_results(config: EngineConfig, model: ModelConfig) -> int:
+    """Most rows of one step that have logits, or hidden states that are wanted."""
+    if model.pooling is None:
+        return config.max_num_seqs + MAX_PROMPT_LOGITS
+    return config.max_num_batched_tokens if model.pooling.kind == "mean" else config.max_num_seqs
 
 
 def _use_native(config: EngineConfig, platform: Platform) -> bool:
@@ -274,23 +299,23 @@ def _kv_dtype(config: EngineConfig, narrow: bool) -> torch.dtype:
 
 def _plan(
     config: EngineConfig,
-    decoder: Decoder,
+    loaded: Model,
     platform: Platform,
     memory: MemoryInfo,
     backend: type[ReferenceBackend] | type[NativeBackend],
     kv_dtype: torch.dtype,
 ) -> MemoryPlan:
-    """Divide the memory for this decoder."""
-    model = decoder.config
+    """Divide the memory for this model."""
+    model = loaded.config
     plan = plan_memory(
         config,
         model,
         memory=memory,
-        weight_bytes=decoder.weight_bytes,
+        weight_bytes=loaded.weight_bytes,
         activation_bytes=activation_bytes(model, config.max_num_batched_tokens),
         specs=kv_specs(model, config.block_size, backend.layer_block_bytes(model, config.block_size, kv_dtype)),
         kv_share=platform.kv_share,
-        max_positions=decoder.max_positions,
+        max_positions=loaded.max_positions,
     )
     for note in plan.notes:
         log.warning("%s", note)

@@ -56,6 +56,18 @@ class Recorder:
         """Rows of the table."""
         return self._node("embed", (), table.in_features, weight=table, scale=scale)
 
+    def positions(self, table: torch.Tensor) -> Node:
+        """Rows of the position table."""
+        return self._node("positions", (), table.shape[1], table=table)
+
+    def layer_norm(self, x: Node, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Node:
+        """Over the last dimension."""
+        return self._node("layer_norm", (x,), x.columns, weight=weight, bias=bias, eps=eps)
+
+    def activate(self, x: Node, activation: str) -> Node:
+        """Element by element."""
+        return self._node("activate", (x,), x.columns, activation=activation)
+
     def rms_norm(self, x: Node, weight: torch.Tensor, eps: float) -> Node:
         """Over the last dimension."""
         return self._node("rms_norm", (x,), x.columns, weight=weight, eps=eps)
@@ -91,6 +103,10 @@ class Recorder:
     def select_rows(self, x: Node) -> Node:
         """The rows that need logits."""
         return self._node("select", (x,), x.columns)
+
+    def result(self, x: Node) -> Node:
+        """The step's result where there are no logits."""
+        return self._node("result", (x,), x.columns)
 
     def logits(self, x: Node, weight: LinearWeight, scale: float, softcap: float | None) -> Node:
         """The step's result."""
@@ -214,6 +230,21 @@ class _Lowering:
     def _select(self, node: Node) -> None:
         """Left to its readers, or done long before: what follows the last attention has the right rows already."""
 
+    def _positions(self, node: Node) -> None:
+        self.program.positions(node.args["table"].float().contiguous(), self._new_floats(node))
+
+    def _layer_norm(self, node: Node) -> None:
+        """Computed once, unlike an RMS norm: its value is the residual stream too."""
+        source = self._floats_for(node.inputs[0], node)
+        weight, bias = (node.args[name].float().contiguous() for name in ("weight", "bias"))
+        self.program.layer_norm(source, self._new_floats(node), weight, bias, node.args["eps"], logits=self._late(node))
+
+    def _activate(self, node: Node) -> None:
+        """In place: a product's output has no other reader."""
+        assert self.readers[node.inputs[0]] == [node]
+        self.floats[node] = self._floats_for(node.inputs[0], node)
+        self.program.activate(self.floats[node], node.columns, node.args["activation"], logits=self._late(node))
+
     def _linear(self, node: Node) -> None:
         readers = self.readers[node]
         if (
@@ -296,6 +327,9 @@ class _Lowering:
             gate=weights.activation,
             logits=late,
         )
+
+    def _result(self, node: Node) -> None:
+        self._rows(node.inputs[0], node, result=True)
 
     def _logits(self, node: Node) -> None:
         weight = node.args["weight"]

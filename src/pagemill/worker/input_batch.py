@@ -128,6 +128,20 @@ class InputBatch:
             logits_rows=tensor(logits_rows),
         )
 
+    def probe(self, device: torch.device) -> StepInputs:
+        """One token in block 0, whose contents nobody has claimed yet, so that first calls pay nothing."""
+        tables = [np.zeros((1, 1), np.int32) for _ in self.block_tables]
+        zero = torch.zeros(1, dtype=torch.int32, device=device)
+        return StepInputs(
+            token_ids=zero,
+            positions=zero,
+            query_start=torch.tensor([0, 1], dtype=torch.int32, device=device),
+            context_lens=zero + 1,
+            slot_mapping=[zero for _ in tables],
+            block_tables=[torch.from_numpy(table).to(device) for table in tables],
+            logits_rows=zero,
+        )
+
     def advance(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
         """These rows have computed so many more tokens."""
         self.num_computed_tokens[rows] += counts.astype(np.int32)

@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 
 from pagemill.core.messages import NewRow, SchedulerOutput, StepResult, TokenLogprobs
-from pagemill.kernels.ops import StepInputs
 from pagemill.memory_plan import MAX_PROMPT_LOGITS
 from pagemill.sampling.sampler import Sampled, Sampler
 from pagemill.sampling.table import RowRequest
@@ -109,19 +108,8 @@ class ModelRunner:
                 result.non_finite.append(plan.request_ids[i])
 
     def warm_up(self) -> None:
-        """Compute one token in block 0, whose contents nobody has claimed yet, so that first calls pay nothing."""
-        tables = [np.zeros((1, 1), np.int32) for _ in self.batch.block_tables]
-        zero = torch.zeros(1, dtype=torch.int32, device=self.backend.device)
-        inputs = StepInputs(
-            token_ids=zero,
-            positions=zero,
-            query_start=torch.tensor([0, 1], dtype=torch.int32, device=self.backend.device),
-            context_lens=zero + 1,
-            slot_mapping=[zero for _ in tables],
-            block_tables=[torch.from_numpy(table).to(self.backend.device) for table in tables],
-            logits_rows=zero,
-        )
-        self.backend.forward(inputs)
+        """Compute one token of nobody's."""
+        self.backend.forward(self.batch.probe(self.backend.device))
 
     # ---- rows -------------------------------------------------------------------------------------------------------
 

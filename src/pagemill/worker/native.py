@@ -1,4 +1,4 @@
-"""The native backend: a decoder's step recorded into a program, over KV memory in the kernels' own layout.
+"""The native backend: a model's step recorded into a program, over KV memory in the kernels' own layout.
 
 Owns the native KV cache (opaque bytes, see csrc/ops/attention.h) and the logits buffer.
 """
@@ -15,7 +15,7 @@ from pagemill.core.kv_cache import KVCacheSpec
 from pagemill.core.messages import BlockCopy
 from pagemill.kernels.ops import StepInputs
 from pagemill.model_config import ModelConfig
-from pagemill.models.decoder import Decoder
+from pagemill.models.encoder import Model
 from pagemill.worker.graphs import Recorder, compile_program
 
 __all__ = ["NativeBackend"]
@@ -44,13 +44,13 @@ class NativeBackend:
     name = "native"
 
     @staticmethod
-    def layer_block_bytes(model: ModelConfig, block_size: int, kv_dtype: torch.dtype) -> int:
+    def layer_block_bytes(config: ModelConfig, block_size: int, kv_dtype: torch.dtype) -> int:
         """Keys and values of one block of one layer."""
-        return _native.kv_block_bytes(KV_TYPES[kv_dtype], block_size, model.num_kv_heads, model.head_dim)
+        return _native.kv_block_bytes(KV_TYPES[kv_dtype], block_size, config.num_kv_heads, config.head_dim)
 
     def __init__(
         self,
-        decoder: Decoder,
+        model: Model,
         specs: Sequence[KVCacheSpec],
         kv_dtype: torch.dtype,
         device: torch.device,
@@ -60,11 +60,11 @@ class NativeBackend:
     ) -> None:
         """``max_tokens`` and ``max_logits``: most tokens, and most rows with logits, of one step."""
         self.device = device
-        self._decoder = decoder  # its weights are borrowed by the program
+        self._model = model  # its weights are borrowed by the program
         self._specs = specs
         self._layers: list[_native.AttentionLayer] = []
         self._caches: list[torch.Tensor] = []  # per layer uint8 [num_blocks, block_bytes]
-        for attention in decoder.attention_specs:
+        for attention in model.attention_specs:
             spec = specs[attention.group]
             layer = _native.AttentionLayer(
                 kv_type=KV_TYPES[kv_dtype],
@@ -75,18 +75,22 @@ class NativeBackend:
                 scale=attention.scale,
                 window=attention.window or 0,
                 softcap=attention.softcap or 0.0,
+                causal=attention.causal,
             )
             self._layers.append(layer)
-            self._caches.append(torch.from_numpy(_native.allocate_bytes(spec.num_blocks, layer.block_bytes)))
+            if attention.causal or not self._caches:
+                own = torch.from_numpy(_native.allocate_bytes(spec.num_blocks, layer.block_bytes))
+            self._caches.append(own)
         recorder = Recorder()
-        decoder.forward(recorder)
+        model.forward(recorder)
         self.program = compile_program(
             recorder, self._caches, self._layers, max_tokens=max_tokens, max_logits=max_logits
         )
         self._max_logits = max_logits
         # Not filled: pages cost nothing until a step writes them.
-        self._logits = step_logits(max_logits, decoder.config.vocab_size)
-        self._warmer = _native.PageWarmer(self._caches, WARM_BYTES // len(self._caches))
+        self._logits = step_logits(max_logits, model.result_size)
+        distinct = list({cache.data_ptr(): cache for cache in self._caches}.values())
+        self._warmer = _native.PageWarmer(distinct, WARM_BYTES // len(distinct))
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """One pass. The logits lie in a buffer of the backend and hold until the next call."""
