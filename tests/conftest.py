@@ -1,4 +1,4 @@
-"""What tests of several rooms share: the embedded default model, fetched once by the product's own code."""
+"""What tests of several rooms share: the embedded models, fetched once by the product's own code."""
 
 from __future__ import annotations
 
@@ -12,3 +12,9 @@ from pagemill.models.sources import ModelSource, resolve_source
 def embedded_source() -> ModelSource:
     """SmolLM2-135M-Instruct in the user's cache folder."""
     return resolve_source(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
+def minilm_source() -> ModelSource:
+    """all-MiniLM-L6-v2 in the user's cache folder."""
+    return resolve_source("all-minilm-l6-v2")

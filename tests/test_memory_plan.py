@@ -1,5 +1,7 @@
 """The division of memory is arithmetic: these tests check the numbers."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError, MemoryPlanError
 from pagemill.memory_plan import MemoryPlan, activation_bytes, kv_specs, plan_memory
-from pagemill.model_config import LayerConfig, ModelConfig
+from pagemill.model_config import LayerConfig, ModelConfig, PoolingConfig
 from pagemill.platform import MemoryInfo
 
 GIB = 1 << 30
@@ -28,6 +30,29 @@ def model(windows: tuple[int | None, ...] = (None,) * 4, max_len: int = 8192) ->
         norm_eps=1e-5,
         attention_scale=0.25,
     )
+
+
+def encoder(max_len: int = 512) -> ModelConfig:
+    return dataclasses.replace(model(max_len=max_len), causal=False, pooling=PoolingConfig(kind="mean"))
+
+
+def test_an_encoder_needs_the_memory_of_one_layer_and_of_its_vectors() -> None:
+    config = EngineConfig(max_num_batched_tokens=1024, max_num_seqs=8)
+    (spec,) = plan(config, encoder()).specs
+    assert (spec.bytes_per_block, len(spec.layers)) == (LAYER_TOKEN_BYTES * config.block_size, 4)
+    assert plan(config, encoder()).logits_bytes == 4 * 64 * 1024
+    one_each = dataclasses.replace(encoder(), pooling=PoolingConfig(kind="cls"))
+    assert plan(config, one_each).logits_bytes == 4 * 64 * 8
+    assert "vectors, no logits" in plan(config, one_each).render()
+
+
+def test_an_encoder_s_context_is_at_most_a_step_and_as_trained() -> None:
+    small = plan(EngineConfig(max_num_batched_tokens=100), encoder())
+    assert small.max_model_len == 100
+    assert "--max-num-batched-tokens=100" in small.notes[0]
+    trained = dataclasses.replace(encoder(), usual_context=256)
+    assert plan(EngineConfig(), trained).max_model_len == 256
+    assert plan(EngineConfig(max_model_len=400), trained).max_model_len == 400
 
 
 def plan(

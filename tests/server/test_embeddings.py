@@ -17,6 +17,7 @@ from pagemill.model_config import PoolingConfig
 from pagemill.server.pooling_schema import EmbeddingResponse
 from tests.server.conftest import Served, serving
 from tests.server.fake_engine import BOS, FakeEngine
+from tests.server.openai_spec import problems
 
 EMBEDS = PoolingConfig(kind="mean")
 
@@ -47,6 +48,7 @@ async def test_an_answer_has_the_documented_shape_and_counts_tokens(embedding: S
     assert shown.id.startswith("embd-mine-")
     assert shown.usage.prompt_tokens == shown.usage.total_tokens == 7
     assert answer.headers["x-request-id"] == shown.id
+    assert problems("CreateEmbeddingResponse", answer.json()) == []
 
 
 @pytest.mark.parametrize("size", [1, 63, 384, 4096])

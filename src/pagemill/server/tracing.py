@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Tracer", "otlp_processor"]
 
+OPERATIONS = {
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"), "embeddings"),
+}
+"""Route -> what it does, in the conventions' words; chat on all others."""
+
 FLUSH_S = 3.0
 
 
@@ -77,7 +84,7 @@ class Tracer:
         span.end(end_time=int(record.ended_s * 1e9))
 
     def _attributes(self, record: RequestRecord) -> dict[str, Any]:
-        params, operation = record.params, "text_completion" if record.caller.route == "/v1/completions" else "chat"
+        params, operation = record.params, OPERATIONS.get(record.caller.route, "chat")
         found = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "pagemill",
