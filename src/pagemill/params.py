@@ -48,7 +48,10 @@ class FinishReason(StrEnum):
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the output must look like: exactly one of json, regex, choice, grammar, json_object. Names are vLLM's."""
+    """What the output must look like: exactly one of json, regex, choice, grammar, json_object, structural_tag.
+
+    Names are vLLM's.
+    """
 
     json: str | dict[str, Any] | None = None
     """A JSON schema, as text or as an object."""
@@ -60,6 +63,11 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     """A context-free grammar, in Lark's or GBNF's syntax."""
     json_object: bool = False
     """Any JSON object."""
+    structural_tag: str | dict[str, Any] | None = None
+    """Free text in which what follows one of ``triggers`` is one of ``structures`` (begin, schema, end)."""
+    thought: tuple[str, str] | None = None
+    """Marks of a thought that may precede JSON or a structural tag, free of all constraint. An empty first one: the
+    prompt has opened it."""
     llguidance: str | None = None
     """A grammar in llguidance's own JSON: what the front makes of the others."""
     disable_any_whitespace: bool = False
@@ -71,7 +79,14 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
 
     def verify(self) -> None:
         """Raise :class:`RequestError` unless exactly one form is given, of the right type."""
-        types = {"json": str | dict, "regex": str, "choice": tuple | list, "grammar": str, "llguidance": str}
+        types = {
+            "json": str | dict,
+            "regex": str,
+            "choice": tuple | list,
+            "grammar": str,
+            "llguidance": str,
+            "structural_tag": str | dict,
+        }
         given = [name for name in types if getattr(self, name) is not None]
         for name in given:
             if not isinstance(getattr(self, name), types[name]):
@@ -82,8 +97,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
         given += ["json_object"] if self.json_object else []
         if len(given) != 1:
             raise RequestError(
-                "structured_outputs needs exactly one of json, regex, choice, grammar and json_object; it has "
-                + (", ".join(given) or "none"),
+                "structured_outputs needs exactly one of json, regex, choice, grammar, json_object and structural_tag;"
+                " it has " + (", ".join(given) or "none"),
                 param="structured_outputs",
             )
         if self.choice is not None and not (
@@ -91,6 +106,18 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
         ):
             raise RequestError(
                 "structured_outputs.choice must be a list of at least one string, none of them empty",
+                param="structured_outputs",
+            )
+        if self.thought is not None:
+            self._verify_thought(given[0])
+
+    def _verify_thought(self, form: str) -> None:
+        marks: Any = self.thought
+        if not (isinstance(marks, tuple | list) and len(marks) == 2 and all(isinstance(mark, str) for mark in marks)):
+            raise RequestError("structured_outputs.thought must be two strings", param="structured_outputs")
+        if not marks[1] or form not in ("json", "json_object", "structural_tag"):
+            raise RequestError(
+                "structured_outputs.thought needs a closing mark, and JSON or a structural_tag that comes after it",
                 param="structured_outputs",
             )
 
@@ -265,6 +292,8 @@ def _structured(values: dict[str, Any]) -> StructuredOutputsParams:
             )
     if isinstance(values.get("choice"), list):
         values = values | {"choice": tuple(values["choice"])}
+    if isinstance(values.get("thought"), list):
+        values = values | {"thought": tuple(values["thought"])}
     return StructuredOutputsParams(**{name: value for name, value in values.items() if value is not None})
 
 

@@ -67,7 +67,10 @@ def test_what_is_malformed_or_too_long_is_refused(values: dict[str, Any], word: 
         {"choice": []},
         {"choice": [1]},
         {"regex": 3},
-        {"structural_tag": "x"},
+        {"structural_tag": 3},
+        {"regex": "a", "thought": ["", "x"]},
+        {"json": {}, "thought": ["x"]},
+        {"json": {}, "thought": ["x", ""]},
     ],
 )
 def test_exactly_one_form_of_the_right_type_is_taken(values: dict[str, Any]) -> None:
@@ -100,12 +103,17 @@ REGEXES = st.text("ab().*+?|[]{}1,\\dwb^$-/\n", max_size=24)
 GRAMMARS = st.text('root::= "ab"()*+?|[]{}/%:\n_1~', max_size=40).map(lambda text: "root ::= " + text)
 
 
+def tag_of(schema: Any) -> dict[str, Any]:
+    return {"triggers": ["<"], "structures": [{"begin": "<x>", "schema": schema, "end": ""}]}
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.one_of(
         SCHEMAS.filter(lambda schema: isinstance(schema, dict)).map(lambda schema: {"json": json.dumps(schema)}),
         REGEXES.map(lambda text: {"regex": text}),
         GRAMMARS.map(lambda text: {"grammar": text}),
+        SCHEMAS.map(lambda schema: {"structural_tag": tag_of(schema), "thought": ("<a>", "</a>")}),
     )
 )
 def test_no_input_hangs_or_crashes_the_compiler(values: dict[str, Any]) -> None:
@@ -113,3 +121,96 @@ def test_no_input_hangs_or_crashes_the_compiler(values: dict[str, Any]) -> None:
     with contextlib.suppress(RequestError):
         compile_grammar(StructuredOutputsParams(**values))
     assert time.process_time() - cpu_s < 1
+
+
+class _Bytes:
+    """A vocabulary of bytes."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    tokens = [bytes([index]) for index in range(256)] + [b"</s>"]
+    special_token_ids = [256]  # noqa: RUF012
+
+    def __call__(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+def taken(asked: StructuredOutputsParams, text: str) -> tuple[str, bool]:
+    """As much of a text as the grammar takes, and whether it may end there."""
+    from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+    matcher = LLMatcher(LLTokenizer(TokenizerWrapper(_Bytes()), n_vocab=257), compile_grammar(asked), log_level=0)
+    count = matcher.try_consume_tokens(list(text.encode()))
+    return text.encode()[:count].decode(), matcher.is_accepting()
+
+
+A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("thought", "text"),
+    [
+        (("<think>", "</think>"), '{"a": 1}'),
+        (("<think>", "</think>"), '<think>\nso {\n</think>\n\n{"a": 1}'),
+        (("", "</think>"), 'so {\n</think>{"a": 1}'),
+    ],
+)
+def test_a_thought_may_precede_json_and_nothing_else_may(thought: tuple[str, str], text: str) -> None:
+    asked = StructuredOutputsParams(json=A, thought=thought)
+    assert taken(asked, text) == (text, True)
+    assert taken(asked, text + "x") == (text, True)
+    assert taken(asked, text.replace("1", "x"))[0] == text[: text.index("1")]
+    with pytest.raises(RequestError, match="uniqueItems"):
+        compile_grammar(StructuredOutputsParams(json={"uniqueItems": True}, thought=thought))
+
+
+TAG: dict[str, Any] = {
+    "triggers": ["<tool"],
+    "structures": [
+        {"begin": "<tool_f>", "schema": A, "end": "</tool>"},
+        {"begin": "<tool_g>", "schema": {"type": "object"}, "end": "</tool>"},
+    ],
+}
+CALL = '<tool_f>{"a": 1}</tool>'
+
+
+@pytest.mark.parametrize(
+    ("thought", "text", "upto"),
+    [
+        (None, f"well {CALL} and {CALL}!", None),
+        (None, '<tool_g>{"b": [2]}</tool>', None),
+        (None, "<to be or <b>not", None),
+        (None, "a <tool_h>", "a <tool_"),
+        (None, 'a <tool_f>{"a": "x"}', 'a <tool_f>{"a": '),
+        (None, CALL + "<tool_f>{}", CALL + "<tool_f>{"),
+        (("<think>", "</think>"), f"<think>a <tool_h> b</think>{CALL}", None),
+        (("<think>", "</think>"), f"<think>a</think>b{CALL}<tool_h>", f"<think>a</think>b{CALL}<tool_"),
+        (("<think>", "</think>"), f"b{CALL}<tool_h>", f"b{CALL}<tool_"),
+        (("<think>", "</think>"), f"{CALL}", None),
+        (("<think>", "</think>"), "<b>", None),
+        (("", "</think>"), f"a <tool_h> b</think>{CALL} c", None),
+        (("", "</think>"), "a</think><tool_h>", "a</think><tool_"),
+    ],
+)
+def test_after_a_trigger_only_its_tags_are_taken(thought: tuple[str, str] | None, text: str, upto: str | None) -> None:
+    asked = StructuredOutputsParams(structural_tag=TAG, thought=thought)
+    found, may_end = taken(asked, text)
+    assert found == (text if upto is None else upto)
+    assert may_end or upto is not None
+
+
+@pytest.mark.parametrize(
+    ("tag", "word"),
+    [
+        ("{", "structural tag"),
+        ({"structures": []}, "triggers"),
+        ({"structures": [{"begin": "x", "end": ""}], "triggers": ["y"]}, "begins with none"),
+        ({"structures": [{"begin": "x"}], "triggers": ["x"]}, "begin, schema and end"),
+        (tag_of({"uniqueItems": True}), "uniqueItems"),
+        ({"structures": [{"begin": "x", "schema": 3, "end": ""}], "triggers": ["x"]}, "object"),
+        ({"structures": [{"begin": "x", "end": ""}], "triggers": [""]}, "trigger"),
+    ],
+)
+def test_a_structural_tag_that_is_none_is_refused(tag: Any, word: str) -> None:
+    with pytest.raises(RequestError, match=word):
+        compile_grammar(StructuredOutputsParams(structural_tag=tag))

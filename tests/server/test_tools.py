@@ -177,13 +177,53 @@ async def test_a_named_call_streams_its_name_once_then_arguments_and_ends_with_s
     assert len(pieces) > 3
 
 
-async def test_a_forced_call_has_no_reasoning_even_where_the_template_opened_it() -> None:
-    async with serving(engine_of('{"a": 1}', THINKING + "<think>")) as served:
+@pytest.mark.parametrize(
+    ("opened", "script", "marks"),
+    [
+        ("", '<think>hm</think>{"a": 1}', ("<think>", "</think>")),
+        ("<think>", 'hm</think>\n{"a": 1}', ("", "</think>")),
+        ("<think>\n\n</think>\n\n", '{"a": 1}', None),
+    ],
+)
+async def test_a_model_that_thinks_does_so_before_a_forced_call_too(
+    opened: str, script: str, marks: tuple[str, str] | None
+) -> None:
+    thought = "hm" if marks else ""
+    async with serving(engine_of(script, THINKING + opened)) as served:
         answer = await both(served, tools=TOOLS, tool_choice=NAMED)
-        assert (answer["calls"], answer["reasoning"]) == ([["f", '{"a": 1}']], "")
-        wanted = {"type": "json_object"}
-        assert (await both(served, response_format=wanted))["content"] == '{"a": 1}'
-        assert (await both(served))["reasoning"] == '{"a": 1}'
+        assert (answer["calls"], answer["reasoning"], answer["content"]) == ([["f", '{"a": 1}']], thought, "")
+        structured = served.engine.seen[-1][1].structured_outputs
+        assert structured is not None
+        assert structured.thought == marks
+        text = await both(served, response_format={"type": "json_object"})
+        assert (text["content"], text["reasoning"]) == ('{"a": 1}', thought)
+        structured = served.engine.seen[-1][1].structured_outputs
+        assert structured is not None
+        assert structured.thought == marks
+        compile_grammar(structured)
+
+
+async def test_calls_of_strict_functions_are_kept_to_their_schemas_while_text_stays_free() -> None:
+    strict = {"type": "function", "function": {**TOOLS[0]["function"], "name": "g", "strict": True}}
+    async with serving(engine_of(TWO, THINKING)) as served:
+        assert len((await both(served, tools=[*TOOLS, strict]))["calls"]) == 2
+        structured = served.engine.seen[-1][1].structured_outputs
+        assert structured is not None
+        tag, thought = structured.structural_tag, structured.thought
+        assert isinstance(tag, dict)
+        for extra in ({"tools": TOOLS}, {"tools": [strict], "tool_choice": "none"}):
+            await both(served, **extra)
+            assert served.engine.seen[-1][1].structured_outputs is None
+    assert thought == ("<think>", "</think>")
+    assert tag["triggers"] == ["<tool_call>"]
+    assert [each["begin"] for each in tag["structures"]] == [
+        f'<tool_call>\n{{"name": "{name}", "arguments": ' for name in "fg"
+    ]
+    assert [each["schema"] for each in tag["structures"]] == [{"type": "object"}, TOOLS[0]["function"]["parameters"]]
+    compile_grammar(structured)
+    call = tag["structures"][1]["begin"] + '{"a": 1}' + tag["structures"][1]["end"]
+    async with serving(engine_of(call)) as served:
+        assert (await both(served, tools=[strict]))["calls"] == [["g", '{"a": 1}']]
 
 
 async def test_allowed_tools_leave_the_others_out() -> None:

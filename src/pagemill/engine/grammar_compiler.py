@@ -12,10 +12,12 @@ import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pagemill.engine.json_schemas import closed
+from pagemill.engine.lark import after_thought, tagged_text
 from pagemill.errors import RequestError
 from pagemill.params import StructuredOutputsParams
 
@@ -48,6 +50,49 @@ def in_background(work: Callable[[], T]) -> Future[T]:
     return future
 
 
+@dataclass(frozen=True)
+class _Options:
+    """How a form is meant, beside its text."""
+
+    compact: bool
+    lenient: bool
+    thought: tuple[str, str] | None
+
+    def of_json(self) -> dict[str, bool | str]:
+        """llguidance's options of a JSON schema."""
+        options: dict[str, bool | str] = {
+            "whitespace_flexible": not self.compact,
+            "lenient": self.lenient,
+            "coerce_one_of": self.lenient,
+        }
+        return options if self.compact else options | {"whitespace_pattern": WHITESPACE}
+
+    def guided(self, schema: Any) -> Any:
+        """A schema within another grammar: it carries its options itself."""
+        schema = {} if schema is True else schema
+        if not isinstance(schema, dict):
+            raise ValueError("a schema is an object")
+        return closed(schema) | {"x-guidance": self.of_json()}
+
+
+def _tags(value: Any) -> tuple[list[tuple[str, Any, str]], list[str]]:
+    """vLLM's structural tag, its parts checked."""
+    structures = value.get("structures") if isinstance(value, dict) else None
+    triggers = value.get("triggers") if isinstance(value, dict) else None
+    if not isinstance(structures, list) or not isinstance(triggers, list) or not structures:
+        raise ValueError("it needs a list of structures and a list of triggers")
+    if not all(isinstance(trigger, str) and trigger for trigger in triggers):
+        raise ValueError("a trigger is a string that is not empty")
+    tags = []
+    for each in structures:
+        if not isinstance(each, dict) or not all(isinstance(each.get(name), str) for name in ("begin", "end")):
+            raise ValueError("a structure has begin, schema and end")
+        if not any(each["begin"].startswith(trigger) for trigger in triggers):
+            raise ValueError(f"{each['begin'][:40]!r} begins with none of the triggers")
+        tags.append((each["begin"], each.get("schema", {}), each["end"]))
+    return tags, triggers
+
+
 def compile_grammar(asked: StructuredOutputsParams) -> str:
     """The llguidance grammar for a verified ``asked``; RequestError names what is wrong. Blocks up to the limit."""
     form, text = _form(asked)
@@ -56,16 +101,16 @@ def compile_grammar(asked: StructuredOutputsParams) -> str:
             f"structured_outputs: the {form} has {len(text)} characters; at most {MAX_CHARS} are taken",
             param="structured_outputs",
         )
-    return _compiled(form, text, asked.disable_any_whitespace, asked.lenient)
+    return _compiled(form, text, _Options(asked.disable_any_whitespace, asked.lenient, asked.thought))
 
 
 @lru_cache(maxsize=256)
-def _compiled(form: str, text: str, compact: bool, lenient: bool) -> str:
+def _compiled(form: str, text: str, options: _Options) -> str:
     if not _slots.acquire(timeout=COMPILE_LIMIT_S):
         raise RequestError(
             f"{MAX_COMPILING} grammars are being compiled; try again in a moment", param="structured_outputs"
         )
-    future = in_background(lambda: _checked(form, text, compact, lenient))
+    future = in_background(lambda: _checked(form, text, options))
     future.add_done_callback(lambda _: _slots.release())
     try:
         return future.result(COMPILE_LIMIT_S)
@@ -85,6 +130,9 @@ def _form(asked: StructuredOutputsParams) -> tuple[str, str]:
             return "JSON schema", asked.json if isinstance(asked.json, str) else json.dumps(asked.json)
         except (RecursionError, TypeError, ValueError) as error:
             raise RequestError(f"the JSON schema is no JSON: {_line(error)}", param="structured_outputs") from None
+    if asked.structural_tag is not None:
+        tag = asked.structural_tag
+        return "structural tag", tag if isinstance(tag, str) else json.dumps(tag)
     if asked.choice is not None:
         return "choice", json.dumps(list(asked.choice))
     for form in ("regex", "grammar", "llguidance"):
@@ -94,11 +142,11 @@ def _form(asked: StructuredOutputsParams) -> tuple[str, str]:
     raise AssertionError("a verified StructuredOutputsParams has one form")
 
 
-def _checked(form: str, text: str, compact: bool, lenient: bool) -> str:
+def _checked(form: str, text: str, options: _Options) -> str:
     from llguidance import LLMatcher  # only who asks for a grammar pays for the import
 
     try:
-        grammar = _translated(form, text, compact, lenient)
+        grammar = _translated(form, text, options)
         failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     except (ValueError, RecursionError) as error:
         failed, messages, grammar = True, [_line(error)], ""
@@ -109,21 +157,20 @@ def _checked(form: str, text: str, compact: bool, lenient: bool) -> str:
     return grammar
 
 
-def _translated(form: str, text: str, compact: bool, lenient: bool) -> str:
+def _translated(form: str, text: str, options: _Options) -> str:
     from llguidance import LLMatcher, grammar_from, regex_to_lark
 
     if form == "JSON schema":
-        options: dict[str, bool | str] = {
-            "whitespace_flexible": not compact,
-            "lenient": lenient,
-            "coerce_one_of": lenient,
-        }
-        if not compact:
-            options["whitespace_pattern"] = WHITESPACE
         schema = json.loads(text)
         if not isinstance(schema, dict | bool):
             raise ValueError("a schema is an object")
-        return LLMatcher.grammar_from_json_schema(closed(schema), overrides=options)  # type: ignore[arg-type]
+        if options.thought is None:
+            return LLMatcher.grammar_from_json_schema(closed(schema), overrides=options.of_json())  # type: ignore[arg-type]
+        return LLMatcher.grammar_from_lark(after_thought(options.guided(schema), options.thought))
+    if form == "structural tag":
+        tags, triggers = _tags(json.loads(text))
+        guided = [(begin, options.guided(schema), end) for begin, schema, end in tags]
+        return LLMatcher.grammar_from_lark(tagged_text(guided, triggers, options.thought))
     if form == "choice":
         return LLMatcher.grammar_from_regex("|".join(map(_escaped, json.loads(text))))
     if form == "regex":

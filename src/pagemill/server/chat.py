@@ -17,7 +17,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagemill.errors import EngineError, RequestError
-from pagemill.params import CompletionOutput, FinishReason, RequestOutput
+from pagemill.params import (
+    CompletionOutput,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from pagemill.server.body import unless_gone
 from pagemill.server.context import ServerContext, chat_messages, json_response, text_of
 from pagemill.server.generation import Job, Prompt, Usage, off_loop, outputs, response_id
@@ -45,10 +51,11 @@ async def prepare_chat(context: ServerContext, asked: ChatCompletionRequest) -> 
     """Check, render, tokenise. Raises RequestError."""
     params = asked.sampling_params(context.defaults)
     text = await context.render_chat(asked)
-    use, bound = asked.tool_use, writes_json(params)
+    use, formats = asked.tool_use, context.formats_for(asked)
     if use.mode == "auto" and not context.config.enable_auto_tool_choice:
         use = NO_TOOLS
-    formats = context.formats_for(asked)
+    tags = None if asked.use_beam_search else formats.tags(use, context.special_tokens)
+    params, bound = _constrained(params, formats.thought(text, context.special_tokens), tags)
     if formats.needs_special(use, bound=bound):
         params = msgspec.structs.replace(params, skip_special_tokens=False)
     token_ids = await context.encode(text, add_special_tokens=bool(asked.add_special_tokens))
@@ -63,6 +70,22 @@ async def prepare_chat(context: ServerContext, asked: ChatCompletionRequest) -> 
         beams=asked.beams(params),
     )
     return PreparedChat(job, [formats.parser(text, use, bound=bound) for _ in range(params.n)])
+
+
+def _constrained(
+    params: SamplingParams, thought: tuple[str, str] | None, tags: dict[str, Any] | None
+) -> tuple[SamplingParams, bool]:
+    """With a thought before JSON where the model thinks, and calls of strict functions kept to their schemas.
+
+    And whether the output is JSON from its first character on.
+    """
+    structured = params.structured_outputs
+    if structured is None and tags is not None and params.allowed_token_ids is None:
+        structured = StructuredOutputsParams(structural_tag=tags, thought=thought)
+    elif structured is not None and writes_json(params):
+        thought = structured.thought or thought
+        structured = msgspec.structs.replace(structured, thought=thought)
+    return msgspec.structs.replace(params, structured_outputs=structured), writes_json(params) and thought is None
 
 
 async def create_chat_completion(context: ServerContext, request: Request) -> Response:

@@ -51,6 +51,9 @@ class ServerContext:
         self.chat_template = engine.chat_template
         self.formats = Formats.chosen(config, self.chat_template)
         """How the model writes tool calls and reasoning."""
+        tokenizer = engine.tokenizer
+        self.special_tokens = frozenset(tokenizer.id_to_token(index) or "" for index in tokenizer.special_ids)
+        """Their texts."""
         self.defaults = _usable(engine.text.default_values())
         """Sampling parameters of requests that do not say."""
         self.block_map = BlockMap(engine)

@@ -42,6 +42,11 @@ class ToolUse:
         """Whether a schema must be enforced or refused as a whole; otherwise as far as it can be."""
         return any(tool["function"].get("strict") is True for tool in self.tools)
 
+    def arguments(self, name: str) -> dict[str, Any]:
+        """The schema of a function's arguments where the model is free not to call it: any, unless it is strict."""
+        (tool,) = (tool for tool in self.tools if tool["function"]["name"] == name)
+        return _parameters(tool, "#") if tool["function"].get("strict") is True else {"type": "object"}
+
     def schema(self) -> dict[str, Any] | None:
         """Of a forced answer: a list of calls, or a named tool's arguments alone. None where nothing is forced."""
         if not self.forced:

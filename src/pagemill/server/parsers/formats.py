@@ -27,6 +27,9 @@ class ToolFormat:
     """A character between calls outside a list."""
     leading_name: bool = False
     """The name may stand before the object, which is then the arguments alone."""
+    tag: tuple[str, str, str] | None = None
+    """What a call begins with, what stands between its name and its arguments, and after them; None where no grammar
+    can follow a call in free text. The first opener triggers it."""
     special: bool = False
     """Markers are special tokens, which must reach the text."""
     hints: tuple[str, ...] = ()

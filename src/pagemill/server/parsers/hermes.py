@@ -6,4 +6,9 @@ from pagemill.server.parsers.formats import ToolFormat
 
 __all__ = ["HERMES"]
 
-HERMES = ToolFormat(openers=("<tool_call>",), closer="</tool_call>", hints=("<tool_call>",))
+HERMES = ToolFormat(
+    openers=("<tool_call>",),
+    closer="</tool_call>",
+    tag=('<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>"),
+    hints=("<tool_call>",),
+)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Set
 from dataclasses import dataclass
+from typing import Any
 
 from pagemill.config import ServerConfig
 from pagemill.models.chat_template import ChatTemplate
@@ -50,6 +53,31 @@ class Formats:
         """Whether special tokens must reach the text to be read."""
         thinking = self.reasoning is not None and self.reasoning.special and not bound
         return thinking or (use.mode == "auto" and self.tools.special)
+
+    def thought(self, prompt: str, special_tokens: Set[str]) -> tuple[str, str] | None:
+        """The marks of a thought that may precede the answer to ``prompt``, for a grammar; None: there is none.
+
+        A mark that is a special token is no text, and cannot stand in a grammar.
+        """
+        form = self.reasoning
+        if form is None or form.special or not special_tokens.isdisjoint((form.open, form.close)):
+            return None
+        end = prompt.rstrip()
+        if end.endswith(form.close):
+            return None
+        return ("" if form.opens_itself or end.endswith(form.open) else form.open), form.close
+
+    def tags(self, use: ToolUse, special_tokens: Set[str]) -> dict[str, Any] | None:
+        """A structural tag that keeps calls of strict functions to their schemas, where the format allows it."""
+        tag, openers = self.tools.tag, self.tools.openers
+        if use.mode != "auto" or not use.strict or tag is None or openers[0] in special_tokens:
+            return None
+        begin, middle, end = tag
+        structures = [
+            {"begin": f"{begin}{json.dumps(name)}{middle}", "schema": use.arguments(name), "end": end}
+            for name in use.names
+        ]
+        return {"triggers": [openers[0]], "structures": structures}
 
     def parser(self, prompt: str, use: ToolUse, *, bound: bool = False) -> AnswerParser | None:
         """For one choice; None where the text is the content as it is. ``prompt`` may have opened the reasoning.
