@@ -19,6 +19,7 @@ from pagemill.models.loader import load_model
 from pagemill.models.sources import resolve_source
 from pagemill.worker.native import NativeBackend
 from tests.models.tiny import FAMILIES, VOCAB_SIZE, tiny_checkpoint
+from tests.models.tiny_bert import tiny_bert, tiny_cross_encoder
 
 BLOCK = 16
 BLOCKS_A_ROW = 8
@@ -149,6 +150,23 @@ def test_bytes_do_not_depend_on_load(
     assert torch.isfinite(alone).all()
     for chunk, num_threads, others in [(1, 2, 0), (7, 1, 5), (64, 2, 2), (100, 2, 40)]:
         assert torch.equal(alone, run(chunk, num_threads, others)), (chunk, num_threads, others)
+
+
+@pytest.mark.parametrize("make", [tiny_bert, tiny_cross_encoder])
+def test_an_encoder_equals_the_reference(isa: str, make: Callable[[Path], Path], tmp_path: Path) -> None:
+    """Several inputs in a step; states of all tokens, then of the first ones alone."""
+    checkpoint = open_checkpoint(resolve_source(str(make(tmp_path / "model"))))
+    model = load_model(checkpoint, EngineConfig(dtype="float32"), native=False)
+    checkpoint.close()
+    for wanted in ("all", "first"):
+        rows = Rows(model, 3)
+        inputs = rows.inputs(
+            {row: [token % 70 for token in tokens(length, row)] for row, length in enumerate((1, 33, 90))}
+        )
+        if wanted == "first":
+            inputs.logits_rows = inputs.query_start[:-1].clone()
+        got = rows.native.forward(inputs)
+        torch.testing.assert_close(got, rows.reference(inputs), atol=1e-4, rtol=1e-4)
 
 
 def test_a_step_without_logits_only_writes_the_cache(decoder_of: Callable[[str], Decoder]) -> None:

@@ -133,6 +133,24 @@ def test_a_decoder_pools_where_it_is_told_to_or_where_its_folder_says_so(tmp_pat
     assert pooling(path, runner="generate") is None
 
 
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_decoder_saved_without_its_head_pools(tmp_path: Path, tied: bool) -> None:
+    import transformers
+
+    whole = tiny_llama(tmp_path / "whole", tie_word_embeddings=tied)
+    reference = transformers.LlamaModel.from_pretrained(whole).eval()
+    reference.save_pretrained(tmp_path / "headless")
+    for path in (whole, tmp_path / "headless"):
+        options = {} if path != whole else {"runner": "pooling"}
+        model = load(path, **options)
+        assert model.config.pooling == PoolingConfig(kind="last")
+        row = ids(30, 4)
+        with torch.inference_mode():
+            expected = reference(torch.tensor([row])).last_hidden_state[0]
+        torch.testing.assert_close(hidden(model, [row])[0], expected, atol=TOLERANCE, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

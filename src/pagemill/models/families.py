@@ -324,7 +324,10 @@ def family_of(checkpoint: Checkpoint) -> Family:
         if not isinstance(architectures, list) or not architectures:
             raise ModelFormatError("config.json has no 'architectures'; it must name one, such as LlamaForCausalLM")
         given = architectures[0]
-        found = [family for family in _ALL if given in family.hf]
+        headless = (
+            f"{str(given).removesuffix('Model')}ForCausalLM"  # an embedding model is often saved without its head
+        )
+        found = [family for family in _ALL if given in family.hf or headless in family.hf]
         known = sorted(name for family in _ALL for name in family.hf)
     if not found:
         raise UnsupportedModelError(f"architecture {given!r} is not supported; supported are {', '.join(known)}")

@@ -35,7 +35,7 @@ MODULES = ("Transformer", "Pooling", "Normalize")
 def pooling_of(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig) -> PoolingConfig | None:
     """How this model pools; None where it generates. Raises ConfigError, ModelFormatError, UnsupportedModelError."""
     modules = _modules(checkpoint)
-    pools = not model.causal or bool(modules)
+    pools = not model.causal or bool(modules) or _is_headless(checkpoint)
     if config.runner == "generate" and not model.causal:
         raise ConfigError(
             f"--runner=generate: {model.architecture} is an encoder and makes no text; leave --runner out, or name a "
@@ -127,6 +127,12 @@ def _given(text: str | None) -> dict[str, Any]:
             raise ConfigError("--pooler-config: normalize must be true or false")
         found["normalize"] = values["normalize"]
     return found
+
+
+def _is_headless(checkpoint: Checkpoint) -> bool:
+    """Whether a decoder was saved without what makes logits: LlamaModel in place of LlamaForCausalLM."""
+    names = checkpoint.config.get("architectures") if checkpoint.format != "gguf" else None
+    return isinstance(names, list) and bool(names) and str(names[0]).endswith("Model")
 
 
 def _num_scores(checkpoint: Checkpoint) -> int:
