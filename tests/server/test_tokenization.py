@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pagemill.server.answer_schemas import TokenizerInfoResponse
 from tests.server.conftest import Served
 from tests.server.fake_engine import BOS
 
@@ -19,6 +20,12 @@ async def test_text_with_and_without_special_tokens(served: Served) -> None:
     assert full["count"] == 4
     assert full["max_model_len"] == 512
     assert bare["tokens"] == list("hé".encode())
+
+
+async def test_the_special_tokens_are_told(served: Served) -> None:
+    answer = await served.http.get("/tokenizer_info")
+    info = TokenizerInfoResponse.model_validate_json(answer.content, strict=True)
+    assert (info.bos_token, info.eos_token, info.pad_token, info.model_max_length) == ("<s>", "</s>", None, 512)
 
 
 async def test_detokenize_inverts(served: Served) -> None:

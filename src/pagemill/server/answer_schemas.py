@@ -20,6 +20,7 @@ __all__ = [
     "ModelCard",
     "ModelList",
     "TokenizeResponse",
+    "TokenizerInfoResponse",
     "VersionResponse",
 ]
 
@@ -216,6 +217,17 @@ class TokenizeResponse(BaseModel):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
+
+
+class TokenizerInfoResponse(BaseModel):
+    """Answer of GET /tokenizer_info: the texts of the special tokens; null where the model has none."""
+
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    vocab_size: int
+    model_max_length: int
 
 
 class DetokenizeResponse(BaseModel):

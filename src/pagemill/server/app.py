@@ -27,6 +27,7 @@ from pagemill.server.answer_schemas import (
     ModelCard,
     ModelList,
     TokenizeResponse,
+    TokenizerInfoResponse,
     VersionResponse,
 )
 from pagemill.server.body import ClientDisconnect
@@ -78,6 +79,7 @@ GETS: tuple[tuple[str, Handler, type[BaseModel] | None], ...] = (
     ("/ping", info.health, HealthResponse),
     ("/ready", info.ready, HealthResponse),
     ("/metrics", info.metrics, None),
+    ("/tokenizer_info", tokenization.tokenizer_info, TokenizerInfoResponse),
     ("/kv_blocks", info.kv_blocks, BlockMapResponse),
     ("/version", info.server_version, VersionResponse),
 )

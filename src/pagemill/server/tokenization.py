@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as vLLM has them: the same tokens that a request with this text would use."""
+"""/tokenize, /detokenize and /tokenizer_info, as vLLM has them: the tokens that a request with this text would use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pagemill.server.context import ServerContext, json_response
 from pagemill.server.generation import off_loop
 from pagemill.server.protocol import DetokenizeRequest, TokenizeRequest
 
-__all__ = ["detokenize", "tokenize"]
+__all__ = ["detokenize", "tokenize", "tokenizer_info"]
 
 
 async def tokenize(context: ServerContext, request: Request) -> Response:
@@ -52,3 +52,13 @@ async def detokenize(context: ServerContext, request: Request) -> Response:
         )
     text = await off_loop(4 * len(asked.tokens), lambda: tokenizer.decode(asked.tokens, skip_special_tokens=False))
     return json_response({"prompt": text})
+
+
+async def tokenizer_info(context: ServerContext, request: Request) -> Response:
+    """The special tokens, for clients that tokenise here (lm-evaluation-harness asks)."""
+    tokenizer = context.engine.tokenizer
+    special = tokenizer.special_tokens
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    shown: dict[str, str | int | None] = {name: special.get(name) for name in names}
+    shown |= {"vocab_size": tokenizer.vocab_size, "model_max_length": context.engine.max_model_len}
+    return json_response(shown)
