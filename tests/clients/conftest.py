@@ -34,21 +34,28 @@ def server(embedded_source: ModelSource) -> Iterator[ServeProcess]:
         yield running
 
 
+@pytest.fixture(scope="session")
+def embedder() -> Iterator[ServeProcess]:
+    """The embedded encoder under the same short name."""
+    with serve_process("all-minilm-l6-v2", "--served-model-name", MODEL) as running:
+        yield running
+
+
 @pytest.fixture
-def python_program(server: ServeProcess) -> Callable[..., str]:
-    """Run a script of ``programs/`` in the clients' environment; its standard output."""
+def run_python() -> Callable[..., str]:
+    """Run a script of ``programs/`` against a server, in the clients' environment; its standard output."""
     if not PYTHON.exists():
         pytest.skip("the clients are not installed (make clients)")
-    return lambda *words: _run([str(PYTHON), "-W", "ignore", *words], server)
+    return lambda server, *words: _run([str(PYTHON), "-W", "ignore", *words], server)
 
 
 @pytest.fixture
-def node_program(server: ServeProcess) -> Callable[..., str]:
-    """Run a script of ``programs/`` with Node.js; its standard output."""
+def run_node() -> Callable[..., str]:
+    """Run a script of ``programs/`` against a server, with Node.js; its standard output."""
     node = shutil.which("node")
     if node is None or not NODE_MODULES.exists():
         pytest.skip("Node.js, or its client, is not installed (make clients)")
-    return lambda *words: _run([node, *words], server)
+    return lambda server, *words: _run([node, *words], server)
 
 
 def _run(command: list[str], server: ServeProcess) -> str:

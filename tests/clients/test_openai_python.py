@@ -179,3 +179,12 @@ async def test_responses_are_created_continued_parsed_and_streamed(aclient: open
     await aclient.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         await aclient.responses.retrieve(first.id)
+
+
+def test_vectors_are_the_same_as_numbers_and_as_base64(embedder: ServeProcess) -> None:
+    with openai.OpenAI(base_url=embedder.url + "/v1", api_key="none", max_retries=0) as asking:
+        plain = asking.embeddings.create(model=MODEL, input=["a cat", "a dog"])
+        numbers = asking.embeddings.create(model=MODEL, input=["a cat", "a dog"], encoding_format="float")
+    for one, other in zip(plain.data, numbers.data, strict=True):
+        assert one.embedding == pytest.approx(other.embedding)
+    assert len(plain.data[0].embedding) == 384

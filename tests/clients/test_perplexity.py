@@ -12,6 +12,7 @@ import pytest
 
 from pagemill import LLM, SamplingParams
 from tests.clients.conftest import PROGRAM_S, ROOT
+from tests.server.process import ServeProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(PROGRAM_S)]
 
@@ -30,11 +31,13 @@ def windows(ids: list[int], first: int) -> Iterator[tuple[list[int], int]]:
         told += count
 
 
-def test_perplexity_over_http_is_the_one_in_process(python_program: Callable[..., str], tmp_path: Path) -> None:
+def test_perplexity_over_http_is_the_one_in_process(
+    run_python: Callable[..., str], server: ServeProcess, tmp_path: Path
+) -> None:
     pages = [(ROOT / "docs" / name).read_text() for name in PAGES]
     documents = tmp_path / "pages.json"
     documents.write_text("".join(json.dumps({"page": page}) + "\n" for page in pages))
-    over_http = float(python_program("lm_eval_perplexity.py", str(documents), str(MAX_LENGTH)).split()[-1])
+    over_http = float(run_python(server, "lm_eval_perplexity.py", str(documents), str(MAX_LENGTH)).split()[-1])
 
     llm = LLM(max_model_len=1024, max_num_seqs=4)
     tokenizer = llm.tokenizer
