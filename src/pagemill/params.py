@@ -34,7 +34,7 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_SEED = 2**64 - 1
 MAX_STRINGS = 1000
-MAX_STRING_CHARS = 65_536
+MAX_STRING_CHARS = 16_384
 """Most stop strings or bad words of a request, and their characters together."""
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagemill.engine.detokenizer import Detokenizer, StopStrings, Vocabulary
+from pagemill.engine.detokenizer import Detokenizer, StopStrings, Vocabulary, _StopAutomaton
 from tests.engine.fakes import VOCAB_SIZE, byte_level_tokenizer, sentencepiece_tokenizer
 
 BYTE_LEVEL = byte_level_tokenizer()
@@ -138,3 +138,21 @@ def test_a_long_repetitive_stop_string_costs_no_more_than_its_length() -> None:
     shown = sum(len(matcher.feed("a" * 1000)) for _ in range(100))
     assert shown == 90_000
     assert len(matcher.close()) == 10_000
+
+
+def test_a_thousand_stop_strings_cost_no_more_than_one_for_each_character() -> None:
+    stops = tuple("e" * (1 + index % 16) + f"{index}" for index in range(1000))
+    automaton = _StopAutomaton(stops)
+    looked_up = 0
+
+    class Counting(dict[tuple[int, str], int]):
+        def get(self, key: tuple[int, str], default: int | None = None) -> int | None:  # type: ignore[override]
+            nonlocal looked_up
+            looked_up += 1
+            return super().get(key, default)
+
+    automaton._edges = Counting(automaton._edges)
+    state = 0
+    for char in "e" * 5000 + "x":
+        state = automaton.step(state, char)
+    assert looked_up <= 2 * 5001

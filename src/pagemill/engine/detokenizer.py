@@ -8,6 +8,7 @@ it once the stream is closed. Each token costs amortised constant time.
 from __future__ import annotations
 
 import codecs
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -125,68 +126,88 @@ class Detokenizer:
         return text
 
 
+class _StopAutomaton:
+    """Aho and Corasick's automaton: one step a character, however many strings are looked for."""
+
+    __slots__ = ("_edges", "_failures", "depths", "firsts", "matches")
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._edges: dict[tuple[int, str], int] = {}
+        self._failures = [0]
+        self.depths = [0]
+        """Per state, how much of the text's end it has matched."""
+        self.matches: list[str | None] = [None]
+        """Per state, the longest stop string that the text now ends with."""
+        self.firsts = frozenset(stop[0] for stop in stops)
+        children: list[list[tuple[str, int]]] = [[]]
+        for stop in stops:
+            state = 0
+            for char in stop:
+                following = self._edges.get((state, char))
+                if following is None:
+                    following = len(self.depths)
+                    self._edges[state, char] = following
+                    self._failures.append(0)
+                    self.depths.append(self.depths[state] + 1)
+                    self.matches.append(None)
+                    children.append([])
+                    children[state].append((char, following))
+                state = following
+            self.matches[state] = stop
+        pending = [state for _, state in children[0]]
+        for state in pending:  # by depth: it grows while it is walked
+            for char, child in children[state]:
+                self._failures[child] = self.step(self._failures[state], char)
+                pending.append(child)
+            self.matches[state] = self.matches[state] or self.matches[self._failures[state]]
+
+    def step(self, state: int, char: str) -> int:
+        """The state after one more character."""
+        while (following := self._edges.get((state, char))) is None:
+            if not state:
+                return 0
+            state = self._failures[state]
+        return following
+
+
+_automaton = functools.lru_cache(maxsize=64)(_StopAutomaton)
+"""Completions of one request share theirs, and so do requests with the same stop strings."""
+
+
 class StopStrings:
     """Finds the first stop string in a growing text and holds back only what may be the start of one.
 
-    Knuth, Morris and Pratt's matching, one state per stop string, so that no text and no stop string makes it slow.
     The string that is complete first wins (of two that end together, the longer), however the text is cut into pieces.
     """
 
-    __slots__ = ("_failures", "_held", "_states", "_stops", "matched")
+    __slots__ = ("_held", "_state", "_stops", "matched")
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self._failures = [_failure_table(stop) for stop in self._stops]
-        self._states = [0] * len(self._stops)
+        self._state = 0
         self._held = ""
         self.matched: str | None = None
         """The stop string that was found; no more text may be fed then."""
 
     def feed(self, text: str, *, include: bool = False) -> str:
         """The text that can be shown now. With ``include`` the stop string itself is shown too."""
-        if not self._held and not any(stop[0] in text for stop in self._stops):
+        automaton = _automaton(self._stops)
+        if not self._held and automaton.firsts.isdisjoint(text):
             return text
-        whole = self._held + text
-        position = len(self._held)
+        whole, state = self._held + text, self._state
         for position in range(len(self._held), len(whole)):
-            if self._advance(whole[position]):
-                break
-        if self.matched is not None:
-            end = position + 1
-            self._held = ""
-            return whole[:end] if include else whole[: end - len(self.matched)]
-        safe = len(whole) - max(self._states)
+            state = automaton.step(state, whole[position])
+            self.matched = automaton.matches[state]
+            if self.matched is not None:
+                end = position + 1
+                self._held = ""
+                return whole[:end] if include else whole[: end - len(self.matched)]
+        self._state = state
+        safe = len(whole) - automaton.depths[state]
         self._held = whole[safe:]
         return whole[:safe]
-
-    def _advance(self, char: str) -> bool:
-        for which, stop in enumerate(self._stops):
-            state, failure = self._states[which], self._failures[which]
-            while state and stop[state] != char:
-                state = failure[state - 1]
-            if stop[state] == char:
-                state += 1
-            if state == len(stop):
-                if self.matched is None or len(stop) > len(self.matched):
-                    self.matched = stop
-                state = failure[state - 1]
-            self._states[which] = state
-        return self.matched is not None
 
     def close(self) -> str:
         """What was held back, once the text ends without a stop string."""
         held, self._held = self._held, ""
         return held
-
-
-def _failure_table(pattern: str) -> list[int]:
-    """For each position, the length of the longest proper prefix of ``pattern`` that ends there."""
-    table = [0] * len(pattern)
-    length = 0
-    for position in range(1, len(pattern)):
-        while length and pattern[position] != pattern[length]:
-            length = table[length - 1]
-        if pattern[position] == pattern[length]:
-            length += 1
-        table[position] = length
-    return table

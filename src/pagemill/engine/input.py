@@ -213,7 +213,10 @@ class InputProcessor:
         if isinstance(prompt, str):
             token_ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if prompt else []
         else:
-            token_ids = list(prompt)
+            cut = params.truncate_prompt_tokens
+            if cut is None and len(prompt) > self.max_model_len:
+                self._max_tokens(len(prompt), params)  # too long whatever they are; raises
+            token_ids = list(prompt) if cut is None else list(prompt[-cut:])
             self._check_prompt_ids(token_ids, "prompt")
         if not token_ids:
             raise RequestError("the prompt cannot be empty; send at least one character or token id", param="prompt")

@@ -46,6 +46,8 @@ CODES: dict[type[PagemillError], str] = {
     PromptTooLongError: "context_length_exceeded",
     QueueFullError: "rate_limit_exceeded",
 }
+MAX_TOLD = 1000
+"""With more faults than this nobody is helped by the first, and finding it takes long."""
 SHOWN_CHARS = 80
 """Of a wrong value, at most this much is repeated back."""
 
@@ -107,6 +109,8 @@ _EXPECTED = {
 
 def from_validation(error: ValidationError) -> RequestError:
     """The first thing that is wrong, in one line: where, the value, what it must be."""
+    if error.error_count() > MAX_TOLD:
+        return RequestError(f"the body does not fit the schema, in {error.error_count()} places")
     details = error.errors(include_url=False, include_context=True)
     first = details[0]
     kind = first["type"]

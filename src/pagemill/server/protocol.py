@@ -12,11 +12,13 @@ from collections.abc import Collection
 from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
 
 from pagemill.errors import RequestError
 from pagemill.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from pagemill.server.errors import from_validation
+from pagemill.server.shape import check_shape
 from pagemill.server.structured import Model as _Model
 from pagemill.server.structured import ResponseFormat, structured_outputs
 from pagemill.server.tools import ToolUse, read_tools
@@ -33,9 +35,49 @@ __all__ = [
 
 MAX_TEMPERATURE = 2.0
 MAX_BEST_OF = 128
+MAX_DETOKENIZED = 1 << 18
 ID_CHARS = r"^[\x21-\x7e]*$"
 
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+MAX_TOKEN_ID = (1 << 31) - 1
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+LONG_LIST = 256
+"""From here on a list is looked at as a whole: trying its elements against each form it may have takes long."""
+
+
+def _quickly(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """Long lists of token ids or texts, or of lists of ids, without a step of Python or an error for each."""
+    if not isinstance(value, list) or len(value) < LONG_LIST:
+        if isinstance(value, list) and sum(len(each) for each in value if isinstance(each, list)) >= LONG_LIST:
+            return _all_ids(value)
+        return handler(value)
+    kinds = set(map(type, value))
+    if kinds == {str}:
+        return value
+    return _all_ids(value) if kinds == {list} else _ids(value, kinds)
+
+
+def _all_ids(value: list[list[int]]) -> list[list[int]]:
+    for each in value:
+        if not isinstance(each, list):
+            raise PydanticCustomError("mixed", "text, token ids, or a list of either: not both in one list")
+        _ids(each, set(map(type, each)))
+    return value
+
+
+def _ids(value: list[int], kinds: set[type]) -> list[int]:
+    if kinds <= {int} and (not value or (min(value) >= 0 and max(value) <= MAX_TOKEN_ID)):
+        return value
+    raise PydanticCustomError("ids", "token ids, which are integers from 0 to 2147483647")
+
+
+def _ids_quickly(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    if isinstance(value, list) and len(value) >= LONG_LIST:
+        return _ids(value, set(map(type, value)))
+    return handler(value)
+
+
+TokenIds = Annotated[list[TokenId], WrapValidator(_ids_quickly)]
+Prompts = Annotated[str | list[TokenId] | list[str] | list[list[TokenId]], WrapValidator(_quickly)]
 
 
 class StreamOptions(_Model):
@@ -61,10 +103,10 @@ class _Sampling(_Model):
     min_tokens: int | None = Field(None, description="Do not end before this many tokens.")
     ignore_eos: bool | None = Field(None, description="Generate past the end-of-text token.")
     stop: str | list[str] | None = Field(None, description="Strings that end the output.")
-    stop_token_ids: list[TokenId] | None = Field(None, description="Token ids that end the output.")
+    stop_token_ids: TokenIds | None = Field(None, description="Token ids that end the output.")
     include_stop_str_in_output: bool | None = Field(None, description="Keep the stop string in the text.")
     logit_bias: dict[str, float] | None = Field(None, description="Token id (as a string) to a bias, -100 to 100.")
-    allowed_token_ids: list[TokenId] | None = Field(None, description="Only these tokens may be produced.")
+    allowed_token_ids: TokenIds | None = Field(None, description="Only these tokens may be produced.")
     bad_words: list[str] | None = Field(None, description="Strings that must not be produced.")
     prompt_logprobs: int | None = Field(None, description="Logprobs of the prompt's tokens, 0 to 20 candidates.")
     skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text. Default true.")
@@ -193,9 +235,7 @@ _NOT_BUILT = frozenset(
 class CompletionRequest(_Sampling):
     """POST /v1/completions"""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]] = Field(
-        description="Text, token ids, or a list of either."
-    )
+    prompt: Prompts = Field(description="Text, token ids, or a list of either.")
     max_tokens: int | None = Field(16, description="Most output tokens; null means up to the context's end.")
     logprobs: int | None = Field(None, description="Logprobs of the output's tokens, 0 to 20 candidates.")
     echo: bool | None = Field(None, description="Put the prompt before the output.")
@@ -316,7 +356,7 @@ class DetokenizeRequest(_Model):
     """POST /detokenize"""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[TokenIds, Field(max_length=MAX_DETOKENIZED)]
 
 
 RequestT = TypeVar("RequestT", bound=_Model)
@@ -324,8 +364,10 @@ RequestT = TypeVar("RequestT", bound=_Model)
 
 def parse(cls: type[RequestT], body: bytes | bytearray) -> RequestT:
     """Read a body; raises RequestError naming the field."""
+    body = bytes(body)
+    check_shape(body)
     try:
-        return cls.model_validate_json(bytes(body))
+        return cls.model_validate_json(body)
     except ValidationError as error:
         raise from_validation(error) from None
 

@@ -29,7 +29,7 @@ async def tokenize(context: ServerContext, request: Request) -> Response:
     strings = None
     if asked.return_token_strs:
         tokenizer = context.engine.tokenizer
-        strings = [tokenizer.id_to_token(token) or "" for token in tokens]
+        strings = await off_loop(4 * len(tokens), lambda: [tokenizer.id_to_token(token) or "" for token in tokens])
     return json_response(
         {
             "count": len(tokens),
