@@ -93,3 +93,12 @@ async def test_the_turn_need_not_be_opened(served: Served) -> None:
 async def test_answers_fit_their_own_schema(served: Served, extra: dict[str, Any]) -> None:
     answer = await served.http.post(PATH, json={"messages": HI, **extra})
     ChatCompletionResponse.model_validate_json(answer.content, strict=True)
+
+
+async def test_a_developer_is_the_system_to_a_template_that_knows_none(served: Served) -> None:
+    messages = [{"role": "developer", "content": "Be brief."}, *HI]
+    await served.http.post(PATH, json={"messages": messages})
+    assert prompt_of(served).startswith("<|open|>system: Be brief.<|close|>")
+    template = "{# developer #}{% for m in messages %}{{ m.role }};{% endfor %}"
+    await served.http.post(PATH, json={"messages": messages, "chat_template": template})
+    assert prompt_of(served) == "developer;user;"

@@ -33,6 +33,9 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": HI, "n": 3, "max_tokens": 200, "ignore_eos": True}),
     ("/v1/chat/completions", {"messages": HI, "tools": [TOOL], "stream": True, "max_tokens": 50}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "long " * 3000}], "stream": True}),
+    ("/v1/completions", {"prompt": "a", "use_beam_search": True, "n": 3, "max_tokens": 50}),
+    ("/v1/responses", {"input": "hi", "max_output_tokens": 200, "ignore_eos": True}),
+    ("/v1/responses", {"input": "hi", "max_output_tokens": 200, "ignore_eos": True, "stream": True}),
     ("/tokenize", {"prompt": "long " * 3000}),
 ]
 CONSTRAINED = (
@@ -116,5 +119,5 @@ async def test_a_thousand_clients_that_vanish_leave_nothing_in_server_and_engine
         assert embedded.metrics.finished(FinishReason.ABORT) > 300
         assert embedded.metrics.finished(FinishReason.ERROR) == 0
         assert embedded.engine_pid == pid
-        assert len(os.listdir(f"/proc/{pid}/fd")) == files
+        assert len(os.listdir(f"/proc/{pid}/fd")) <= files
         assert resident_bytes(os.getpid()) < before + 64 * 1024 * 1024

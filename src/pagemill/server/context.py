@@ -91,6 +91,8 @@ class ServerContext:
                 param="messages",
             )
         going_on = bool(request.continue_final_message)
+        if "developer" not in template.source:  # OpenAI's newer name for the same
+            messages = [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
         opening = not going_on if request.add_generation_prompt is None else request.add_generation_prompt
         variables = dict(request.chat_template_kwargs or {})
         if taken := RESERVED & variables.keys():
