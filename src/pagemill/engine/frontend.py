@@ -48,6 +48,8 @@ logger = logging.getLogger("pagemill.engine")
 
 SHORT_PROMPT_CHARS = 4096
 """Prompts up to this length are tokenised on the event loop: a thread costs more."""
+ADMITTED_A_TURN = 64
+"""Inputs of one request that are queued before others get a turn (about a millisecond)."""
 RESTART_PAUSES_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Before the first, second, ... start in a row; the last one repeats."""
 HEALTHY_S = 60.0
@@ -267,12 +269,20 @@ class AsyncLLM:
         arrival_s = time.monotonic()
         self._check_open(len(prompts))
         caller = CALLER.get()
-        prepared = self._input.prepare_pooling(
-            prompts, request_id, arrival_s=arrival_s, priority=priority, cache_salt=cache_salt, tenant=caller.tenant
-        )
+
+        def prepare() -> list[PreparedRequest]:
+            return self._input.prepare_pooling(
+                prompts, request_id, arrival_s=arrival_s, priority=priority, cache_salt=cache_salt, tenant=caller.tenant
+            )
+
+        long = sum(len(prompt.token_ids) for prompt in prompts) > SHORT_PROMPT_CHARS
+        prepared = await asyncio.to_thread(prepare) if long else prepare()
         streams: list[RequestStream] = []
         try:
-            for each in prepared:
+            for index, each in enumerate(prepared):
+                if index % ADMITTED_A_TURN == 0:  # a request may hold thousands; others get their turn between
+                    await asyncio.sleep(0)
+                    self._check_open(1)
                 streams.append(self._admit(each, OutputKind.FINAL, arrival_s, caller))
             outputs = [await anext(stream) for stream in streams]
         finally:
