@@ -114,6 +114,8 @@ class ModelConfig:
     """A token sees those before it. An encoder's tokens see all: a sequence is computed in one step, and not cached."""
     type_vocab_size: int = 0
     """Kinds of segments that an encoder tells apart."""
+    position_offset: int = 0
+    """Rows of an encoder's stored position table that no token has."""
     usual_context: int | None = None
     """Longest context unless the user names one, where that is less than max_position_embeddings."""
     pooling: PoolingConfig | None = None

@@ -117,6 +117,11 @@ def test_pairs_are_scored_by_cosine_or_by_the_classifier(bert: LLM, crossing: LL
         assert output.outputs.score == pytest.approx(1 / (1 + math.exp(-logit.outputs.score)))
 
 
+def test_a_cross_encoder_without_segments_scores_pairs(tmp_path: Path) -> None:
+    with LLM(tiny_cross_encoder(tmp_path / "one", type_vocab_size=1), **OPTIONS) as llm:
+        assert 0 < llm.score("the fox", "the dog", use_tqdm=False)[0].outputs.score < 1
+
+
 def test_what_a_model_does_not_do_is_said(bert: LLM, crossing: LLM, tmp_path: Path) -> None:
     for llm in (bert, crossing):
         with pytest.raises(RequestError, match="makes vectors and no text"):

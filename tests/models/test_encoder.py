@@ -95,8 +95,40 @@ def test_a_vocabulary_file_tokenises_as_transformers_does(bert: Path) -> None:
         assert ours.encode(text) == theirs(text)["input_ids"]
     pair = theirs("what is it?", "the fox")
     second = pair["token_type_ids"].index(1)
-    assert ours.encode_pairs([("what is it?", "the fox")]) == [(pair["input_ids"], second)]
+    assert ours.encode_pairs([("what is it?", "the fox")]) == [(pair["input_ids"], second, second)]
     assert ours.decode(ours.encode("jumping over it")) == "jumping over it"
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("kind", ["Roberta", "XLMRoberta"])
+def test_roberta_counts_positions_from_behind_the_padding(tmp_path: Path, kind: str) -> None:
+    import transformers
+
+    for suffix, output in (("Model", "last_hidden_state"), ("ForSequenceClassification", "logits")):
+        path = tiny_bert(tmp_path / suffix, kind=kind + suffix, num_labels=1, pad_token_id=1, type_vocab_size=1)
+        reference = getattr(transformers, kind + suffix).from_pretrained(path).eval()
+        rows = [ids(length, length) for length in (1, 20, 94)]
+        model = load(path)
+        assert model.config.max_position_embeddings == 94
+        for row, got in zip(rows, hidden(model, rows), strict=True):
+            with torch.inference_mode():
+                expected = getattr(reference(torch.tensor([row])), output)[0]
+            torch.testing.assert_close(
+                got[: len(got) if suffix == "Model" else 1].reshape(expected.shape), expected, atol=TOLERANCE, rtol=0
+            )
+
+
+def test_two_texts_of_a_tokenizer_without_segments_are_told_apart() -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models, pre_tokenizers, processors
+
+    from pagemill.models.tokenizer import Tokenizer
+
+    backend = Backend(models.WordLevel({"<s>": 0, "</s>": 2, "a": 3, "b": 4}, unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    tokenizer = Tokenizer(backend, special_tokens={}, eos_ids=())
+    assert tokenizer.encode_pairs([("a a", "b")]) == [([0, 3, 3, 2, 2, 4, 2], 5, None)]
 
 
 def test_a_file_that_is_no_vocabulary_is_named(bert: Path, tmp_path: Path) -> None:

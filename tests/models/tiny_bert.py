@@ -34,7 +34,8 @@ def tiny_bert(path: Path, *, kind: str = "BertModel", dtype: torch.dtype = torch
 
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
-    model = getattr(transformers, kind)(transformers.BertConfig(**{**BASE, **overrides}))
+    architecture = getattr(transformers, kind)
+    model = architecture(architecture.config_class(**{**BASE, **overrides}))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("bias"):

@@ -49,11 +49,11 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
-    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], int]]:
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], int, int | None]]:
         found = []
         for first, second in pairs:
             head = [*self.encode(first), EOS]
-            found.append(([*head, *self.encode(second, add_special_tokens=False), EOS], len(head)))
+            found.append(([*head, *self.encode(second, add_special_tokens=False), EOS], len(head), len(head)))
         return found
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

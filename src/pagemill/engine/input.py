@@ -90,6 +90,7 @@ class InputProcessor:
         self.max_model_len = max_model_len
         self.vocab_size = model_config.vocab_size
         self.pooling = model_config.pooling
+        self.has_segments = model_config.type_vocab_size > 1
         self.max_logprobs = config.max_logprobs
         self.eos_token_ids = tuple(sorted({*tokenizer.eos_ids, *model_config.eos_token_ids}))
         self._clamp = clamp
@@ -184,7 +185,7 @@ class InputProcessor:
                 cache_salt=cache_salt,
                 tenant=tenant,
                 pooling="last" if pooling.kind == "last" else "all",
-                second_segment=prompt.second_segment,
+                second_segment=prompt.second_segment if self.has_segments else None,
             )
             prepared.append(
                 PreparedRequest(

@@ -70,11 +70,11 @@ class PoolingTexts:
         """Two texts as one input each, for a cross-encoder. Where it is asked for, the second one is cut."""
         limit = self._limit(params)
         found = []
-        for token_ids, second in self._tokenizer.encode_pairs(pairs):
+        for token_ids, begins, second in self._tokenizer.encode_pairs(pairs):
             if limit is not None and len(token_ids) > limit:
-                if second + 1 > limit:
+                if begins + 1 > limit:
                     raise PromptTooLongError(
-                        f"the query alone has {second} tokens, which leaves nothing of truncate_prompt_tokens={limit}"
+                        f"the query alone has {begins} tokens, which leaves nothing of truncate_prompt_tokens={limit}"
                         " for the other text; shorten the query",
                         param="truncate_prompt_tokens",
                     )

@@ -46,7 +46,8 @@ class EncoderLoader(WeightLoader):
     def position_table(self) -> torch.Tensor:
         """Sums of a position's and a segment's vectors: [segments * positions, H]."""
         model, reader = self.model, self.reader
-        positions = reader.table(reader.name("position"), (model.max_position_embeddings, model.hidden_size))
+        stored = model.position_offset + model.max_position_embeddings
+        positions = reader.table(reader.name("position"), (stored, model.hidden_size))[model.position_offset :]
         segments = reader.table(reader.name("segment"), (model.type_vocab_size, model.hidden_size))
         sums = (segments[:, None, :] + positions[None, :, :]).flatten(0, 1)
         # The native kernels compute in float32 whatever the weights are.

@@ -52,6 +52,23 @@ _SANDWICH_NORM = {
 }
 _LLAMA = {**_ENDS, **_PRE_NORM, **_ATTENTION, **_MLP}
 
+_BERT = {
+    "embedding": "embeddings.word_embeddings",
+    "position": "embeddings.position_embeddings",
+    "segment": "embeddings.token_type_embeddings",
+    "embedding_norm": "embeddings.LayerNorm",
+    "q": "encoder.layer.{i}.attention.self.query",
+    "k": "encoder.layer.{i}.attention.self.key",
+    "v": "encoder.layer.{i}.attention.self.value",
+    "o": "encoder.layer.{i}.attention.output.dense",
+    "attn_post_norm": "encoder.layer.{i}.attention.output.LayerNorm",
+    "up": "encoder.layer.{i}.intermediate.dense",
+    "down": "encoder.layer.{i}.output.dense",
+    "mlp_post_norm": "encoder.layer.{i}.output.LayerNorm",
+    "pooler": "pooler.dense",
+    "classifier": "classifier",
+}
+
 GGUF_NAMES: Names = MappingProxyType(
     {
         "embedding": "token_embd",
@@ -118,6 +135,8 @@ class Family:
     """Other words for kinds of rope scaling."""
     encoder: bool = False
     """Every token sees every other; models/encoder.py in place of models/decoder.py."""
+    positions_after_padding: bool = False
+    """An encoder whose first token has the position after the padding token's id (RoBERTa)."""
 
 
 _GEMMA_DEFAULTS = {
@@ -289,24 +308,20 @@ _ALL = (
     Family(
         name="bert",
         hf=("BertModel", "BertForSequenceClassification", "BertForMaskedLM"),
-        names={
-            "embedding": "embeddings.word_embeddings",
-            "position": "embeddings.position_embeddings",
-            "segment": "embeddings.token_type_embeddings",
-            "embedding_norm": "embeddings.LayerNorm",
-            "q": "encoder.layer.{i}.attention.self.query",
-            "k": "encoder.layer.{i}.attention.self.key",
-            "v": "encoder.layer.{i}.attention.self.value",
-            "o": "encoder.layer.{i}.attention.output.dense",
-            "attn_post_norm": "encoder.layer.{i}.attention.output.LayerNorm",
-            "up": "encoder.layer.{i}.intermediate.dense",
-            "down": "encoder.layer.{i}.output.dense",
-            "mlp_post_norm": "encoder.layer.{i}.output.LayerNorm",
-            "pooler": "pooler.dense",
-            "classifier": "classifier",
-        },
+        names=_BERT,
         defaults={"hidden_act": "gelu", "type_vocab_size": 2, "layer_norm_eps": 1e-12},
         encoder=True,
+    ),
+    Family(
+        name="roberta",
+        hf=(
+            *("RobertaModel", "RobertaForSequenceClassification"),
+            *("XLMRobertaModel", "XLMRobertaForSequenceClassification"),
+        ),
+        names={**_BERT, "pooler": "classifier.dense", "classifier": "classifier.out_proj"},
+        defaults={"hidden_act": "gelu", "type_vocab_size": 2, "layer_norm_eps": 1e-12, "pad_token_id": 1},
+        encoder=True,
+        positions_after_padding=True,
     ),
 )
 

@@ -100,6 +100,10 @@ def encoder_config(family: Family, config: Mapping[str, Any]) -> ModelConfig:
         raise UnsupportedModelError(f"position_embedding_type={kind!r} is not supported; only absolute is")
     if settings.text("hidden_act") != "gelu":
         raise UnsupportedModelError(f"hidden_act={settings.text('hidden_act')!r} is not supported; only gelu is")
+    offset = int(settings.number("pad_token_id")) + 1 if family.positions_after_padding else 0
+    positions = settings.size("max_position_embeddings") - offset
+    if positions < 1 or offset < 0:
+        raise ModelFormatError(f"config.json: no position is left of {positions + offset} after {offset} for padding")
     hidden, heads = settings.size("hidden_size"), settings.size("num_attention_heads")
     if hidden % heads:
         raise ModelFormatError(f"config.json: hidden_size={hidden} is no multiple of num_attention_heads={heads}")
@@ -112,7 +116,8 @@ def encoder_config(family: Family, config: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=heads,
         head_dim=hidden // heads,
         layers=(LayerConfig(rope=None),) * settings.size("num_hidden_layers", most=MAX_LAYERS),
-        max_position_embeddings=settings.size("max_position_embeddings"),
+        max_position_embeddings=positions,
+        position_offset=offset,
         norm_eps=settings.positive("layer_norm_eps"),
         norm_placement="post",
         hidden_act="gelu",

@@ -57,7 +57,7 @@ def load_model(
     model = model_config(checkpoint)
     pooling = pooling_of(checkpoint, model, config)
     if pooling is not None:
-        model = dataclasses.replace(model, pooling=pooling, usual_context=usual_context(checkpoint))
+        model = dataclasses.replace(model, pooling=pooling, usual_context=usual_context(checkpoint, model))
     positions = config.max_model_len or model.max_position_embeddings
     if positions > longest_context(model):
         raise ConfigError(

@@ -58,12 +58,12 @@ def pooling_of(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig)
     )
 
 
-def usual_context(checkpoint: Checkpoint) -> int | None:
+def usual_context(checkpoint: Checkpoint, model: ModelConfig) -> int | None:
     """sentence-transformers' max_seq_length: what the model was trained on, often less than it has positions for."""
     if checkpoint.format == "gguf":
         return None
     found = (read_json(checkpoint.source.path / "sentence_bert_config.json") or {}).get("max_seq_length")
-    return found if type(found) is int and found > 0 else None
+    return min(found, model.max_position_embeddings) if type(found) is int and found > 0 else None
 
 
 def _modules(checkpoint: Checkpoint) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ __all__ = ["TensorReader"]
 
 logger = logging.getLogger(__name__)
 
-PREFIXES = ("model.", "language_model.model.", "model.language_model.", "", "bert.")
+PREFIXES = ("model.", "language_model.model.", "model.language_model.", "", "bert.", "roberta.")
 """Where the text model sits in a safetensors checkpoint."""
 DISPENSABLE = (
     "rotary_emb.inv_freq",
@@ -66,7 +66,7 @@ class TensorReader:
         """The stored name of a role, without its ending."""
         if role == "head" and not self.is_gguf:
             return "language_model.lm_head" if self._prefix.startswith("language_model.") else "lm_head"
-        if role == "classifier":
+        if self._names[role].startswith("classifier"):
             return self._names[role]
         return self._prefix + self._names[role].format(i=layer, e=expert)
 

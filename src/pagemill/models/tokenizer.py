@@ -81,13 +81,20 @@ class Tokenizer:
             return [[*self._before, *ids, *self._after] for ids in encoded]
         return encoded
 
-    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], int]]:
-        """Two texts as one input, with what the model wants around them: ids, and where the second segment begins."""
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], int, int | None]]:
+        """Two texts as one input, with what the model wants around them.
+
+        Ids, where the second text begins, and where the second segment does (None: the model has but one).
+        """
         for pair in pairs:
             for text in pair:
                 _check_unicode(text)
         encoded = self.backend.encode_batch(list(pairs))
-        return [(each.ids, each.type_ids.index(1) if 1 in each.type_ids else len(each.ids)) for each in encoded]
+        found = []
+        for each in encoded:
+            begins = each.sequence_ids.index(1) if 1 in each.sequence_ids else len(each.ids) - 1
+            found.append((each.ids, begins, each.type_ids.index(1) if 1 in each.type_ids else None))
+        return found
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``ids``; bytes that are not UTF-8 show as U+FFFD."""
