@@ -177,7 +177,7 @@ MESSAGES = st.lists(
 )
 
 
-@runs(150, 8_000)
+@runs(100, 4_000)
 def test_templates_and_conversations(count: int) -> None:
     def read(value: tuple[str, list[dict[str, Any]], dict[str, Any]]) -> None:
         source, messages, options = value
