@@ -50,6 +50,45 @@ def test_a_stream_says_what_the_whole_answer_says(embedded: ServeProcess, number
         assert usage[name] == whole["usage"][name], body
 
 
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize("number", numbers()[::4])
+def test_a_stream_of_events_ends_in_the_whole_response(embedded: ServeProcess, number: int) -> None:
+    _, body = asked(number)
+    rng = random.Random(number)
+    names = ("top_p", "temperature", "seed", "top_k", "min_p", "stop", "logit_bias", "repetition_penalty", "bad_words")
+    body = {name: body[name] for name in names if name in body}
+    body |= {"input": rng.choice(["Say something.", "Grüße 🙂!"]), "max_output_tokens": rng.randint(1, 40)}
+    if rng.random() < 0.4:
+        body |= {"include": ["message.output_text.logprobs"], "top_logprobs": rng.choice([0, 3])}
+    kind = rng.random()
+    if kind < 0.3:
+        body["text"] = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
+    elif kind < 0.6:
+        body |= {
+            "tools": [{"type": "function", **TOOLS[0]["function"]}],
+            "tool_choice": rng.choice(["auto", "required"]),
+        }
+    with httpx.Client(base_url=embedded.url, timeout=TIMEOUT_S) as http:
+        answer = http.post("/v1/responses", json=body)
+        assert answer.status_code == 200, answer.text
+        events = http.post("/v1/responses", json=body | {"stream": True}).text
+    told = [json.loads(event.split("data: ", 1)[1]) for event in events.split("\n\n") if event]
+    assert lasting(told[-1]["response"]) == lasting(answer.json()), body
+    for kind_of, field in (("output_text", "text"), ("function_call_arguments", "arguments")):
+        deltas = [event["delta"] for event in told if event["type"] == f"response.{kind_of}.delta"]
+        done = [event[field] for event in told if event["type"] == f"response.{kind_of}.done"]
+        assert "".join(deltas) == "".join(done), body
+
+
+def lasting(response: dict[str, Any]) -> dict[str, Any]:
+    """A response without what is new each time."""
+    drawn = ("id", "call_id", "created_at", "completed_at")
+    bare = {name: value for name, value in response.items() if name not in drawn}
+    bare["output"] = [{name: item[name] for name in item if name not in drawn} for item in response["output"]]
+    bare["usage"] = {name: response["usage"][name] for name in ("input_tokens", "output_tokens", "total_tokens")}
+    return bare
+
+
 def asked(number: int) -> tuple[str, dict[str, Any]]:
     """A path and a body; the same number always asks the same."""
     rng = random.Random(number)

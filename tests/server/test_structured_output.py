@@ -144,6 +144,22 @@ def test_a_schema_that_cannot_be_enforced_is_a_400_naming_the_keyword(running: S
     answer = ask(running, response_format=wanted, stream=stream)
     assert answer.status_code == 400
     assert "uniqueItems" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "response_format"
+
+
+def test_a_strict_function_that_cannot_be_enforced_is_the_tools_fault(running: ServeProcess) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tool: dict[str, Any] = {"type": "function", "name": "f", "parameters": parameters, "strict": True}
+    nested = {"type": "function", "function": {name: tool[name] for name in ("name", "parameters", "strict")}}
+    chat = {"messages": [{"role": "user", "content": "hi"}], "tools": [nested], "tool_choice": "required"}
+    for path, body in (
+        ("/v1/chat/completions", chat),
+        ("/v1/responses", {"input": "hi", "tools": [tool], "tool_choice": "required"}),
+    ):
+        error = httpx.post(running.url + path, json=body, timeout=60).json()["error"]
+        assert error["param"] == "tools"
+        assert error["message"].startswith("tools: ")
+        assert "uniqueItems" in error["message"]
 
 
 def test_a_schema_that_is_not_strict_goes_into_the_prompt_only(running: ServeProcess) -> None:

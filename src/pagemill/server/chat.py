@@ -32,7 +32,7 @@ from pagemill.server.parsers.answer import AnswerParser, Message, delta_fields
 from pagemill.server.parsers.deltas import Delta
 from pagemill.server.protocol import ChatCompletionRequest, answer_headers
 from pagemill.server.sse import ChunkWriter, EventStream
-from pagemill.server.structured import writes_json
+from pagemill.server.structured import constrained_by, writes_json, writes_tags
 from pagemill.server.tools import NO_TOOLS
 
 __all__ = ["PreparedChat", "create_chat_completion", "prepare_chat"]
@@ -67,6 +67,7 @@ async def prepare_chat(context: ServerContext, asked: ChatCompletionRequest) -> 
         response_id("chatcmpl", asked.request_id),
         priority=asked.priority or 0,
         cache_salt=asked.cache_salt,
+        constraint="tools" if use.forced or writes_tags(params) else constrained_by(asked),
         beams=asked.beams(params),
     )
     return PreparedChat(job, [formats.parser(text, use, bound=bound) for _ in range(params.n)])

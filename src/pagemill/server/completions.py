@@ -21,6 +21,7 @@ from pagemill.server.generation import Job, Prompt, Usage, off_loop, outputs, re
 from pagemill.server.logprobs import TokenTexts, completion_logprobs, prompt_logprobs
 from pagemill.server.protocol import CompletionRequest, answer_headers
 from pagemill.server.sse import ChunkWriter, EventStream
+from pagemill.server.structured import constrained_by
 
 __all__ = ["create_completion"]
 
@@ -37,6 +38,7 @@ async def create_completion(context: ServerContext, request: Request) -> Respons
         response_id("cmpl", asked.request_id),
         priority=asked.priority or 0,
         cache_salt=asked.cache_salt,
+        constraint=constrained_by(asked),
         beams=asked.beams(params),
     )
     headers = answer_headers(job.request_id, asked)

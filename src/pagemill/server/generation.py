@@ -58,6 +58,8 @@ class Job:
     request_id: str
     priority: int = 0
     cache_salt: str | None = None
+    constraint: str = "structured_outputs"
+    """The request's field that ``params.structured_outputs`` was made of."""
     beams: BeamSearchParams | None = None
     """Search for the most probable continuations in place of sampling ``params.n``."""
 
@@ -158,6 +160,11 @@ async def outputs(
             async with aclosing(_side_by_side(engine, job, kind)) as merged:
                 async for item in merged:
                     yield item
+    except RequestError as error:
+        if error.param == "structured_outputs":
+            error.param = job.constraint
+            error.args = (str(error).replace("structured_outputs", job.constraint, 1),)
+        raise
     finally:
         admission.leave(count)
 

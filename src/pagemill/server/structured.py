@@ -14,7 +14,21 @@ from pydantic import BaseModel, ConfigDict, Field
 from pagemill.errors import RequestError
 from pagemill.params import SamplingParams, StructuredOutputsParams
 
-__all__ = ["JsonSchema", "Model", "ResponseFormat", "schema_hint", "structured_outputs", "with_hint", "writes_json"]
+__all__ = [
+    "JsonSchema",
+    "Model",
+    "ResponseFormat",
+    "constrained_by",
+    "schema_hint",
+    "structured_outputs",
+    "with_hint",
+    "writes_json",
+    "writes_tags",
+]
+
+
+FORMS = ("json", "regex", "choice", "grammar")
+"""Of vLLM's older fields, ``guided_`` before the name."""
 
 
 class Model(BaseModel):
@@ -58,7 +72,7 @@ def structured_outputs(asked: Asked) -> StructuredOutputsParams | None:
         found["response_format"] = values
     if asked.structured_outputs is not None:
         found["structured_outputs"] = asked.structured_outputs
-    for form in ("json", "regex", "choice", "grammar"):
+    for form in FORMS:
         value = getattr(asked, f"guided_{form}")
         if value is not None:
             found[f"guided_{form}"] = {form: value}
@@ -84,6 +98,19 @@ def _enforced(wanted: ResponseFormat | None) -> dict[str, Any] | None:
         return None
     schema = wanted.json_schema.schema_
     return {"json_object": True} if schema is None else {"json": schema}
+
+
+def constrained_by(asked: Asked) -> str:
+    """The field that :func:`structured_outputs` made something of."""
+    if _enforced(asked.response_format) is not None:
+        return "response_format"
+    given = [form for form in FORMS if getattr(asked, f"guided_{form}") is not None]
+    return f"guided_{given[0]}" if given else "structured_outputs"
+
+
+def writes_tags(params: SamplingParams) -> bool:
+    """Whether the output is text with calls in it."""
+    return params.structured_outputs is not None and params.structured_outputs.structural_tag is not None
 
 
 def writes_json(params: SamplingParams) -> bool:
