@@ -43,6 +43,10 @@ inline I32 shift_left(I32 v) { return _mm256_slli_epi32(v, N); }
 template <int N>
 inline I32 shift_right(I32 v) { return _mm256_srli_epi32(v, N); }
 
+// p * 2^n, for -126 <= n <= 127.
+inline F32 times_power_of_two(F32 p, I32 n) { return p * as_f32(shift_left<23>(add(n, splat_i32(127)))); }
+inline F32 reciprocal(F32 x) { return splat(1.0f) / x; }
+
 template <int Distance>
 inline F32 swap_lanes(F32 v) {
   if constexpr (Distance == 1) return _mm256_permute_ps(v, 0xB1);

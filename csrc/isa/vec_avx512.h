@@ -46,6 +46,14 @@ inline I32 shift_left(I32 v) { return _mm512_slli_epi32(v, N); }
 template <int N>
 inline I32 shift_right(I32 v) { return _mm512_srli_epi32(v, N); }
 
+// p * 2^n, for -126 <= n <= 127.
+inline F32 times_power_of_two(F32 p, I32 n) { return _mm512_scalef_ps(p, to_f32(n)); }
+// To the last bit or the one before, for 1 <= x: the estimate of 14 bits and one Newton step, half a division's time.
+inline F32 reciprocal(F32 x) {
+  const F32 r = _mm512_rcp14_ps(x);
+  return fma(fma(zero_f32() - x, r, splat(1.0f)), r, r);
+}
+
 // Lane l from lane l ^ Distance; +1 in the lanes whose bit Distance is clear, -1 in the others.
 template <int Distance>
 inline F32 swap_lanes(F32 v) {

@@ -69,6 +69,10 @@ inline I32 shift_left(I32 v) { return reinterpret_cast<I32>(reinterpret_cast<U32
 template <int N>
 inline I32 shift_right(I32 v) { return reinterpret_cast<I32>(reinterpret_cast<U32>(v) >> N); }
 
+// p * 2^n, for -126 <= n <= 127.
+inline F32 times_power_of_two(F32 p, I32 n) { return p * as_f32(shift_left<23>(add(n, splat_i32(127)))); }
+inline F32 reciprocal(F32 x) { return splat(1.0f) / x; }
+
 template <int Distance>
 inline F32 swap_lanes(F32 v) {
   return F32{v[0 ^ Distance], v[1 ^ Distance], v[2 ^ Distance], v[3 ^ Distance]};

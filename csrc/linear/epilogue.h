@@ -8,8 +8,8 @@
 namespace pm::PM_ISA {
 
 // Gated columns are 8 gates, then the 8 ups of the same features, and so on, so that every vector width finds a feature's
-// two sums within one tile. value(c) is the vector of results from column c on; writes act(gate) * up over the first half
-// of the row.
+// two sums within one tile. value(c) is the vector of results from column c on; writes act(gate) * up to `row`, which may
+// be where the values come from.
 template <class Value, class Act>
 inline void gate_row(float* row, Value value, Act act) {
 #if defined(PM_ISA_IS_AVX512) || defined(PM_ISA_IS_AVX512BF16)
@@ -49,22 +49,29 @@ void finish_tile(const LinearArgs& args, float* tile, int64_t first, int rows, i
   const int64_t left = w.n - out_column, wanted = w.gated ? kPanel / 2 : kPanel;
   const int64_t out_columns = left < wanted ? left : wanted;
   if (out_columns <= 0) return;
+  const bool direct = out_columns == wanted && !(w.gated && args.accumulate);
   for (int r = 0; r < rows; ++r) {
     float* row = tile + r * kPanel;
+    float* out = args.out + (first + r) * args.ldo + out_column;
+    float* to = direct ? out : row;
     const K kind(args.x.row(first + r));
     const auto value = [&](int c) {
       F32 v = kind.value(load(row + c));
       if constexpr (K::kColumnScale) v = v * load(scale + c);
       return bias != nullptr ? v + load(bias + column + c) : v;
     };
-    if (!w.gated) {
-      for (int c = 0; c < kPanel; c += kLanes) store(row + c, value(c));
-    } else if (args.gate == Gate::silu) {
-      gate_row(row, value, silu_f32);
+    if (w.gated) {
+      if (args.gate == Gate::silu) {
+        gate_row(to, value, [](F32 x) { return silu_f32(x); });
+      } else {
+        gate_row(to, value, [](F32 x) { return gelu_tanh_f32(x); });
+      }
+    } else if (direct && args.accumulate) {
+      for (int c = 0; c < kPanel; c += kLanes) store(out + c, load(out + c) + value(c));
     } else {
-      gate_row(row, value, gelu_tanh_f32);
+      for (int c = 0; c < kPanel; c += kLanes) store(to + c, value(c));
     }
-    store_row(args.out + (first + r) * args.ldo + out_column, row, out_columns, args.accumulate);
+    if (!direct) store_row(out, row, out_columns, args.accumulate);
   }
 }
 
