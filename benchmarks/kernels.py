@@ -49,7 +49,9 @@ def pack(kind: str, rows: int, k: int, gated: bool) -> _native.PackedLinear:
     for first in range(0, rows, 8192):
         n = min(8192, rows - first)
         if not group:
-            w.write_floats(first, torch.randn(n, k) / k**0.5)  # outputs of a model's size: gates that overflow cost more
+            w.write_floats(
+                first, torch.randn(n, k) / k**0.5
+            )  # outputs of a model's size: gates that overflow cost more
             continue
         q = torch.randint(0, 16, (n, k), dtype=torch.uint8)
         scale = torch.rand(n, -(-k // group)) / 64

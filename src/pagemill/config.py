@@ -66,7 +66,7 @@ class EngineConfig:
     block_size: int = knob(16, low=1, high=256)
     """Tokens per KV block."""
     kv_cache_dtype: str = knob("auto", choices=("auto", "bfloat16", "float16", "float32", "int8"))
-    """Type of cached keys and values. auto: int8 beside int8 weights, float32 beside float32 weights, else bfloat16."""
+    """Type of cached keys and values. auto: int8 beside integer weights, float32 beside float32 ones, else bfloat16."""
     kv_cache_memory_bytes: int | None = knob(None, low=1)
     """Memory of the KV cache in bytes. Default: planned from what the machine has."""
     gpu_memory_utilization: float = knob(0.9, low=0.01, high=1.0)
