@@ -1,6 +1,6 @@
 """Paged attention against the machine's own ceilings, measured in the same run.
 
-    python benchmarks/attention.py [--isa avx2] [--threads 2] [--block-size 32] [--kv bf16] [--json out.json]
+    python benchmarks/attention.py [--isa avx2] [--threads 2] [--block-size 32] [--kv i8] [--json out.json]
 
 Prefill is set against the dot-product ceiling (only products that the causal mask needs count), decoding against the
 speed of reading memory: keys and values are taken in turn from as many caches as keep them out of all caches.
@@ -25,6 +25,8 @@ SHAPES = {"SmolLM2-135M": (9, 3, 64), "Qwen3-0.6B": (16, 8, 128)}
 WORK = {
     "decode 1 x 250": [(250, 1)],
     "decode 64 x 250": [(250, 1)] * 64,
+    "decode 64 x 64..512": [(64 + 7 * i, 1) for i in range(64)],
+    "decode 16 x 64..512": [(64 + 28 * i, 1) for i in range(16)],
     "decode 1 x 4000": [(4000, 1)],
     "prefill 8 x 128": [(128, 128)] * 8,
     "prefill 512": [(512, 512)],
@@ -34,6 +36,7 @@ WORK = {
 """Name -> (context, new tokens) of each request."""
 COLD_BYTES = 128 << 20
 """Keys and values that no cache holds."""
+KV_TYPES = {"bf16": 0, "f32": 1, "i8": 2}
 
 
 def measure(
@@ -42,13 +45,15 @@ def measure(
     """One kind of work: JSON with time, rates and shares of the ceilings."""
     heads, kv_heads, dim = SHAPES[model]
     requests = WORK[work]
-    kv_type = {"bf16": 0, "f32": 1}[kv]
+    kv_type = KV_TYPES[kv]
     per_row = -(-max(context for context, _ in requests) // block_size)
     num_blocks = per_row * len(requests)
     tables = torch.randperm(num_blocks, dtype=torch.int32).view(len(requests), per_row)
     block_bytes = _native.kv_block_bytes(kv_type, block_size, kv_heads, dim)
     copies = max(1, min(32, -(-COLD_BYTES // (num_blocks * block_bytes)))) if requests[0][1] == 1 else 1
-    caches = [torch.zeros(num_blocks, block_bytes, dtype=torch.uint8) for _ in range(copies)]
+    caches = [torch.from_numpy(_native.allocate_bytes(num_blocks, block_bytes)) for _ in range(copies)]  # as the engine
+    for cache in caches:
+        cache.fill_(0)  # its pages are the system's one page of zeros until something is written
     new = torch.tensor([count for _, count in requests])
     starts = torch.cat([torch.zeros(1), new.cumsum(0)]).int()
     contexts = torch.tensor([context for context, _ in requests], dtype=torch.int32)
@@ -64,8 +69,8 @@ def measure(
         best, runs = min(best, time.perf_counter() - start), runs + 1
     pairs = sum(n * (c - n) + n * (n + 1) / 2 for c, n in requests)
     ops = 4 * heads * dim * pairs / best
-    read = sum(c for c, _ in requests) * 2 * kv_heads * dim * (2 if kv == "bf16" else 4) / best
-    dot = "bf16" if kv == "bf16" and ceilings["bf16"] else "f32"
+    read = sum(c for c, _ in requests) * block_bytes / block_size / best
+    dot = "bf16" if kv != "f32" and ceilings["bf16"] else "f32"  # half of what bytes do is at bf16's speed
     return {
         "model": model, "work": work, "kv": kv, "block_size": block_size, "us": best * 1e6,
         "gops": ops / 1e9, "of_dot_ceiling": ops / ceilings[dot],
@@ -79,7 +84,7 @@ def main() -> None:
     parser.add_argument("--isa", choices=_native.available_isas())
     parser.add_argument("--threads", type=int)
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--kv", choices=("bf16", "f32"), default="bf16")
+    parser.add_argument("--kv", choices=KV_TYPES, default="bf16")
     parser.add_argument("--seconds", type=float, default=0.5, help="of each measurement")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -67,6 +67,9 @@ PM_INLINE float hmax(F16 a) {
   q = _mm_max_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_max_ss(q, _mm_shuffle_ps(q, q, 1)));
 }
+struct AllLanes {};
+PM_INLINE F16 select(AllLanes, F16 yes, F16) { return yes; }
+PM_INLINE F16 zero_unless(AllLanes, F16 a) { return a; }
 PM_INLINE F16 select(Mask m, F16 yes, F16 no) {
   return {_mm256_blendv_ps(no.lo, yes.lo, _mm256_castsi256_ps(mask_lanes(m))),
           _mm256_blendv_ps(no.hi, yes.hi, _mm256_castsi256_ps(mask_lanes(m >> 8)))};
@@ -195,6 +198,36 @@ PM_INLINE I16 dot(I16 acc, W16 w, I16Word b) {
 PM_INLINE W16 load_byte_pairs(const void* p) {
   const auto* from = static_cast<const __m128i*>(p);
   return {_mm256_cvtepi8_epi16(_mm_loadu_si128(from)), _mm256_cvtepi8_epi16(_mm_loadu_si128(from + 1))};
+}
+PM_INLINE W16 pair_bf16(F16 a, F16 b) {
+  return {_mm256_or_si256(round_to_bf16(a.lo), _mm256_slli_epi32(round_to_bf16(b.lo), 16)),
+          _mm256_or_si256(round_to_bf16(a.hi), _mm256_slli_epi32(round_to_bf16(b.hi), 16))};
+}
+PM_INLINE void store_words(uint32_t* p, W16 a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a.lo);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), a.hi);
+}
+PM_INLINE I16 pair_bytes(I16 a, I16 b) {
+  const __m256i low = _mm256_set1_epi32(255);
+  return {_mm256_or_si256(_mm256_and_si256(a.lo, low), _mm256_slli_epi32(b.lo, 8)),
+          _mm256_or_si256(_mm256_and_si256(a.hi, low), _mm256_slli_epi32(b.hi, 8))};
+}
+PM_INLINE void transpose_words(const uint32_t* from, int64_t stride, uint32_t* to) {
+  for (int i = 0; i < 16; ++i)
+    for (int j = 0; j < 16; ++j) to[16 * i + j] = from[stride * j + i];
+}
+PM_INLINE __m256 turn_lanes(__m256 v) {
+  const auto signs = [](int d) __attribute__((always_inline)) {
+    const auto s = [=](int lane) __attribute__((always_inline)) { return lane & d ? -1.0f : 1.0f; };
+    return _mm256_setr_ps(s(0), s(1), s(2), s(3), s(4), s(5), s(6), s(7));
+  };
+  v = _mm256_fmadd_ps(v, signs(1), _mm256_permute_ps(v, 0xb1));
+  v = _mm256_fmadd_ps(v, signs(2), _mm256_permute_ps(v, 0x4e));
+  return _mm256_fmadd_ps(v, signs(4), _mm256_permute2f128_ps(v, v, 1));
+}
+PM_INLINE F16 turn_lanes(F16 v) {
+  const __m256 lo = turn_lanes(v.lo), hi = turn_lanes(v.hi);
+  return {_mm256_add_ps(lo, hi), _mm256_sub_ps(lo, hi)};
 }
 PM_INLINE I16 set1_i32(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 PM_INLINE I16 add(I16 a, I16 b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }

@@ -42,6 +42,9 @@ PM_INLINE F16 min(F16 a, F16 b) { return _mm512_min_ps(a, b); }
 PM_INLINE F16 abs(F16 a) { return _mm512_abs_ps(a); }
 PM_INLINE float hsum(F16 a) { return _mm512_reduce_add_ps(a); }
 PM_INLINE float hmax(F16 a) { return _mm512_reduce_max_ps(a); }
+struct AllLanes {};  // instead of a mask
+PM_INLINE F16 select(AllLanes, F16 yes, F16) { return yes; }
+PM_INLINE F16 zero_unless(AllLanes, F16 a) { return a; }
 PM_INLINE F16 select(Mask m, F16 yes, F16 no) { return _mm512_mask_blend_ps(m, no, yes); }
 PM_INLINE F16 zero_unless(Mask m, F16 a) { return _mm512_maskz_mov_ps(m, a); }
 PM_INLINE Mask greater(F16 a, F16 b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
@@ -140,6 +143,48 @@ PM_INLINE I16 dot(I16 acc, W16 w, I16Word b) {
 // 32 signed bytes as 16-bit integers, two a word.
 PM_INLINE W16 load_byte_pairs(const void* p) {
   return _mm512_cvtepi8_epi16(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+}
+// Words of a pair: a below, b above.
+PM_INLINE W16 pair_bf16(F16 a, F16 b) {
+  const __m512i low = _mm512_cvtepu16_epi32(to_bf16(a)), high = _mm512_cvtepu16_epi32(to_bf16(b));
+  return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+}
+PM_INLINE void store_words(uint32_t* p, W16 a) { _mm512_storeu_si512(p, a); }
+PM_INLINE I16 pair_bytes(I16 a, I16 b) {
+  return _mm512_or_si512(_mm512_and_si512(a, _mm512_set1_epi32(255)), _mm512_slli_epi32(b, 8));
+}
+// to[16 i + j] = from[stride j + i] for i, j < 16.
+PM_INLINE void transpose_words(const uint32_t* from, int64_t stride, uint32_t* to) {
+  __m512i a[16], b[16];
+  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(from + i * stride);
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+    a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+    a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {  // a[4 r + i]: columns i, i + 4, i + 8, i + 12 of rows 4 r .. 4 r + 3
+    const __m512i low = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x88), high = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xdd);
+    const __m512i low2 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x88);
+    const __m512i high2 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xdd);
+    _mm512_storeu_si512(to + 16 * i, _mm512_shuffle_i32x4(low, low2, 0x88));
+    _mm512_storeu_si512(to + 16 * (i + 8), _mm512_shuffle_i32x4(low, low2, 0xdd));
+    _mm512_storeu_si512(to + 16 * (i + 4), _mm512_shuffle_i32x4(high, high2, 0x88));
+    _mm512_storeu_si512(to + 16 * (i + 12), _mm512_shuffle_i32x4(high, high2, 0xdd));
+  }
+}
+// The Hadamard butterflies of lanes 1, 2, 4 and 8 apart.
+PM_INLINE F16 turn_lanes(F16 v) {
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const auto minus = [&](int d) __attribute__((always_inline)) { return _mm512_test_epi32_mask(lane, _mm512_set1_epi32(d)); };
+  v = _mm512_mask_sub_ps(_mm512_add_ps(v, _mm512_permute_ps(v, 0xb1)), minus(1), _mm512_permute_ps(v, 0xb1), v);
+  v = _mm512_mask_sub_ps(_mm512_add_ps(v, _mm512_permute_ps(v, 0x4e)), minus(2), _mm512_permute_ps(v, 0x4e), v);
+  v = _mm512_mask_sub_ps(_mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0xb1)), minus(4), _mm512_shuffle_f32x4(v, v, 0xb1), v);
+  return _mm512_mask_sub_ps(_mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0x4e)), minus(8), _mm512_shuffle_f32x4(v, v, 0x4e), v);
 }
 PM_INLINE I16 set1_i32(int32_t x) { return _mm512_set1_epi32(x); }
 PM_INLINE I16 add(I16 a, I16 b) { return _mm512_add_epi32(a, b); }

@@ -64,6 +64,9 @@ PM_INLINE float hmax(F16 a) {
   for (int i = 1; i < 16; ++i) m = m > a.v[i] ? m : a.v[i];
   return m;
 }
+struct AllLanes {};
+PM_INLINE F16 select(AllLanes, F16 yes, F16) { return yes; }
+PM_INLINE F16 zero_unless(AllLanes, F16 a) { return a; }
 PM_INLINE F16 select(Mask m, F16 yes, F16 no) { return lanes([&](int i) { return has(m, i) ? yes.v[i] : no.v[i]; }); }
 PM_INLINE F16 zero_unless(Mask m, F16 a) { return lanes([&](int i) { return has(m, i) ? a.v[i] : 0.0f; }); }
 PM_INLINE Mask greater(F16 a, F16 b) { return bits([&](int i) { return a.v[i] > b.v[i]; }); }
@@ -178,6 +181,23 @@ PM_INLINE W16 load_byte_pairs(const void* p) {
   for (int i = 0; i < 16; ++i)
     w.v[i] = static_cast<uint16_t>(int16_t{b[2 * i]}) | static_cast<uint32_t>(static_cast<uint16_t>(int16_t{b[2 * i + 1]})) << 16;
   return w;
+}
+PM_INLINE W16 pair_bf16(F16 a, F16 b) {
+  W16 w;
+  for (int i = 0; i < 16; ++i) w.v[i] = float_to_bf16(a.v[i]) | static_cast<uint32_t>(float_to_bf16(b.v[i])) << 16;
+  return w;
+}
+PM_INLINE void store_words(uint32_t* p, W16 a) { __builtin_memcpy(p, a.v, sizeof a.v); }
+PM_INLINE I16 pair_bytes(I16 a, I16 b) {
+  return int_lanes([&](int i) { return (a.v[i] & 255) + 256 * b.v[i]; });
+}
+PM_INLINE void transpose_words(const uint32_t* from, int64_t stride, uint32_t* to) {
+  for (int i = 0; i < 16; ++i)
+    for (int j = 0; j < 16; ++j) to[16 * i + j] = from[stride * j + i];
+}
+PM_INLINE F16 turn_lanes(F16 v) {
+  for (int d = 1; d < 16; d *= 2) v = lanes([&](int i) { return i & d ? v.v[i ^ d] - v.v[i] : v.v[i] + v.v[i ^ d]; });
+  return v;
 }
 PM_INLINE I16 set1_i32(int32_t x) { return int_lanes([=](int) { return x; }); }
 PM_INLINE I16 add(I16 a, I16 b) { return int_lanes([&](int i) { return a.v[i] + b.v[i]; }); }

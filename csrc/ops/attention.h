@@ -62,10 +62,11 @@ struct AttentionBatch {
 };
 
 struct AttentionItem {
-  int32_t request, kv_head;
-  int32_t row_begin, row_count;    // rows of (query, head of the group), query-major; at most kTileRows
+  int32_t request, kv_head, head_count;  // KV heads [kv_head, kv_head + head_count), more than one where queries are few
+  int32_t row_begin, row_count;    // rows of (query, head of the group) in each, query-major; at most kTileRows
   int32_t tile_begin, tile_count;  // tiles to walk
-  int32_t partial;                 // -1: write the output; else the first of tile_count slots, merged afterwards
+  int32_t partial;                 // -1: write the output; else the first of tile_count slots, merged afterwards; then
+                                   // head_count is 1
 };
 
 // Floats one thread needs, and floats one partial slot takes.

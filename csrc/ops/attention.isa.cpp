@@ -67,7 +67,8 @@ PM_INLINE void value_block(const uint32_t* p, const uint32_t* const* values, int
     for (int step = 0; step < whole; ++step, v += step_words) {
       W16 w[C];
       ((w[Cs] = Kind<Word>::values(v + Cs * kWords)), ...);
-      if constexpr (R <= kDecodeRows) (prefetch(next[g] + step * step_words + Cs * kWords), ...);
+      if constexpr (R <= kDecodeRows)
+        ((Cs * kWords % 16 ? void() : prefetch(next[g] + step * step_words + Cs * kWords)), ...);
       const auto row_step = [&](auto row) __attribute__((always_inline)) {
         const P b = broadcast(pg + row * kTile + step, P{});
         ((acc[row * C + Cs] = dot(acc[row * C + Cs], w[Cs], b)), ...);
@@ -161,13 +162,10 @@ PM_INLINE void stage_query(const Scratch& at, int row, const float* from, const 
   at.query_scale[row] = layer.scale;
 }
 PM_INLINE void stage_query(const Scratch& at, int row, const float* from, const AttentionLayer& layer, I8Word) {
-  float* turned = at.tile_out + row * layer.padded_dim();
-  std::memcpy(turned, from, layer.head_dim * sizeof(float));
-  hadamard_row(turned, layer.head_dim, layer.hadamard_block());
-  const float scale = byte_scale(turned, layer.head_dim);
   auto* to = reinterpret_cast<int8_t*>(at.query + row * layer.query_words());
-  at.start[row] = -kKeyBias * to_bytes(turned, layer.head_dim, scale, to);
-  at.query_scale[row] = layer.scale * scale;
+  const Bytes bytes = turned_to_bytes(layer, from, false, to, at.scores);
+  at.start[row] = -kKeyBias * bytes.sum;
+  at.query_scale[row] = layer.scale * bytes.scale;
 }
 
 // Lanes [lo, hi) of 16.
@@ -194,15 +192,20 @@ PM_INLINE void softmax_row(float* s, int first, int last, int lo, int hi, float 
     for (int g = g0; g < g1; ++g) store(s + g * 16, mul(cap, tanh(mul(load(s + g * 16), into))));
     factor = kLog2e;
   }
-  const auto visible = [&](int g) __attribute__((always_inline)) {
-    return g * 16 >= lo && g * 16 + 16 <= hi ? Mask{0xffff} : lane_range(lo - g * 16, hi - g * 16);
+  const auto each = [&](auto body) __attribute__((always_inline)) {
+    for (int g = g0; g < g1; ++g)
+      if (g * 16 >= lo && g * 16 + 16 <= hi)
+        body(g, AllLanes{});
+      else
+        body(g, lane_range(lo - g * 16, hi - g * 16));
   };
-  F16 top = set1(kMinusInf);
-  for (int g = g0; g < g1; ++g) top = max(top, select(visible(g), load(s + g * 16), set1(kMinusInf)));
+  F16 top = set1(kMinusInf), most = zero();
+  each([&](int g, auto visible) __attribute__((always_inline)) {
+    top = max(top, select(visible, load(s + g * 16), set1(kMinusInf)));
+    if constexpr (Kind<Word>::kBytes) most = max(most, zero_unless(visible, load(value_scales + g * 16)));
+  });
   F16 by_scale = zero();
   if constexpr (Kind<Word>::kBytes) {
-    F16 most = zero();
-    for (int g = g0; g < g1; ++g) most = max(most, zero_unless(visible(g), load(value_scales + g * 16)));
     const float largest = hmax(most);
     by_scale = set1(kMaxProbability / (largest > 0 ? largest : 1.0f));
     *unit = largest / kMaxProbability;
@@ -212,14 +215,14 @@ PM_INLINE void softmax_row(float* s, int first, int last, int lo, int hi, float 
   const F16 shift = set1(peak == kMinusInf ? 0.0f : -peak), by = set1(factor);
   F16 sum = zero();
   for (int g = first; g < g0; ++g) store_probabilities(p + g * steps, zero(), P{});
-  for (int g = g0; g < g1; ++g) {
-    const F16 e = zero_unless(visible(g), exp2(fma(load(s + g * 16), by, shift)));
+  each([&](int g, auto visible) __attribute__((always_inline)) {
+    const F16 e = zero_unless(visible, exp2(fma(load(s + g * 16), by, shift)));
     sum = add(sum, e);
     if constexpr (Kind<Word>::kBytes)
-      store_probabilities(p + g * steps, mul(e, zero_unless(visible(g), mul(by_scale, load(value_scales + g * 16)))), P{});
+      store_probabilities(p + g * steps, mul(e, zero_unless(visible, mul(by_scale, load(value_scales + g * 16)))), P{});
     else
       store_probabilities(p + g * steps, e, P{});
-  }
+  });
   for (int g = g1; g < last; ++g) store_probabilities(p + g * steps, zero(), P{});
   *tile_max = peak;
   *tile_sum = hsum(sum);
@@ -245,7 +248,7 @@ struct TileKeys {
   int first, last;  // groups of the tile to read
   const uint32_t* keys[kTileGroups];
 
-  TileKeys(const AttentionCall& call, const AttentionItem& item, int tile) {
+  TileKeys(const AttentionCall& call, const AttentionItem& item, int kv_head, int tile) {
     const AttentionLayer& layer = *call.layer;
     const AttentionBatch& batch = *call.batch;
     const int r = item.request, heads = layer.group_heads();
@@ -258,13 +261,14 @@ struct TileKeys {
     const int oldest = layer.window ? first_query - layer.window + 1 - base : 0;
     first = oldest > 0 ? oldest / kGroup : 0;
     last = (end + kGroup - 1) / kGroup;
-    const int32_t* table = batch.block_tables + r * batch.table_stride;
-    const int per_block = layer.block_size / kGroup;
+    const int per_block = layer.block_size / kGroup, first_group = base / kGroup + first;
     const int64_t block_bytes = layer.block_bytes(), group_words = layer.group_words();
+    const int64_t head_words = kv_head * layer.head_words();
+    const int32_t* table = batch.block_tables + r * batch.table_stride + first_group / per_block;
+    int inside = first_group % per_block;
     for (int g = first; g < last; ++g) {
-      const int group = base / kGroup + g;
-      const auto* block = reinterpret_cast<const uint32_t*>(call.cache + table[group / per_block] * block_bytes);
-      keys[g] = block + item.kv_head * layer.head_words() + group % per_block * group_words;
+      keys[g] = reinterpret_cast<const uint32_t*>(call.cache + *table * block_bytes) + head_words + inside * group_words;
+      if (++inside == per_block) inside = 0, ++table;
     }
   }
 };
@@ -331,50 +335,64 @@ void attend_tile(const AttentionCall& call, const AttentionItem& item, const Til
   }
 }
 
-PM_INLINE void write_row(const AttentionCall& call, const AttentionItem& item, int row, const float* out, float sum) {
+PM_INLINE void write_row(const AttentionCall& call, const AttentionItem& item, int kv_head, int row, const float* out,
+                         float sum) {
   const AttentionLayer& layer = *call.layer;
   const int heads = layer.group_heads(), at = item.row_begin + row;
   const int64_t token = call.batch->query_start[item.request] + at / heads;
-  float* to = call.out + token * call.out_stride + (item.kv_head * heads + at % heads) * layer.head_dim;
+  float* to = call.out + token * call.out_stride + (kv_head * heads + at % heads) * layer.head_dim;
   const F16 scale = set1(1.0f / sum);
   for (int d = 0; d < layer.head_dim; d += 16) store(to + d, mul(load(out + d), scale), tail_mask(layer.head_dim - d));
 }
 
 template <class Word>
-void attend(const AttentionCall& call, const AttentionItem& item, const AttentionItem* next, float* memory) {
+void stage_queries(const AttentionCall& call, const AttentionItem& item, int kv_head, const Scratch& at) {
   const AttentionLayer& layer = *call.layer;
-  const int heads = layer.group_heads(), padded = layer.padded_dim();
-  const Scratch at(memory, layer);
+  const int heads = layer.group_heads();
   for (int i = 0; i < item.row_count; ++i) {
     const int row = item.row_begin + i;
     const int64_t token = call.batch->query_start[item.request] + row / heads;
-    const float* q = call.query + token * call.query_stride + (item.kv_head * heads + row % heads) * layer.head_dim;
+    const float* q = call.query + token * call.query_stride + (kv_head * heads + row % heads) * layer.head_dim;
     stage_query(at, i, q, layer, Word{});
-    at.max[i] = kMinusInf;
-    at.sum[i] = 0;
   }
-  std::memset(at.out, 0, sizeof(float) * item.row_count * padded);
+}
+
+// What this thread reads after tile t of a head of an item.
+PM_INLINE TileKeys keys_after(const AttentionCall& call, const AttentionItem& item, int kv_head, int t,
+                              const AttentionItem* next) {
+  if (t + 1 < item.tile_count) return TileKeys(call, item, kv_head, item.tile_begin + t + 1);
+  if (kv_head + 1 < item.kv_head + item.head_count) return TileKeys(call, item, kv_head + 1, item.tile_begin);
+  return next ? TileKeys(call, *next, next->kv_head, next->tile_begin) : TileKeys(call, item, kv_head, item.tile_begin);
+}
+
+template <class Word>
+void attend(const AttentionCall& call, const AttentionItem& item, const AttentionItem* next, float* memory) {
+  const int padded = call.layer->padded_dim();
   const int64_t slot_floats = kTileRows * (padded + 2);
-  TileKeys tile(call, item, item.tile_begin);
-  for (int t = 0; t < item.tile_count; ++t) {
-    const bool more = t + 1 < item.tile_count;
-    const AttentionItem& follower = more || !next ? item : *next;
-    const TileKeys after(call, follower, more ? item.tile_begin + t + 1 : follower.tile_begin);
-    attend_tile<Word>(call, item, tile, after, at);
-    tile = after;
-    if (item.partial >= 0) {
-      float* slot = call.partials + (item.partial + t) * slot_floats;
-      std::memcpy(slot, at.tile_max, sizeof(float) * kTileRows);
-      std::memcpy(slot + kTileRows, at.tile_sum, sizeof(float) * kTileRows);
-      std::memcpy(slot + 2 * kTileRows, at.tile_out, sizeof(float) * item.row_count * padded);
-      continue;
+  const Scratch at(memory, *call.layer);
+  Scratch running = at;  // what a tile finds is what is known so far: the first one's
+  running.tile_out = at.out, running.tile_max = at.max, running.tile_sum = at.sum;
+  TileKeys tile(call, item, item.kv_head, item.tile_begin);
+  for (int kv_head = item.kv_head; kv_head < item.kv_head + item.head_count; ++kv_head) {
+    stage_queries<Word>(call, item, kv_head, at);
+    for (int t = 0; t < item.tile_count; ++t) {
+      const TileKeys after = keys_after(call, item, kv_head, t, next);
+      attend_tile<Word>(call, item, tile, after, item.partial < 0 && t == 0 ? running : at);
+      tile = after;
+      if (item.partial >= 0) {
+        float* slot = call.partials + (item.partial + t) * slot_floats;
+        std::memcpy(slot, at.tile_max, sizeof(float) * kTileRows);
+        std::memcpy(slot + kTileRows, at.tile_sum, sizeof(float) * kTileRows);
+        std::memcpy(slot + 2 * kTileRows, at.tile_out, sizeof(float) * item.row_count * padded);
+      } else if (t > 0) {
+        for (int i = 0; i < item.row_count; ++i)
+          merge_tile(at.max + i, at.sum + i, at.out + i * padded, at.tile_max[i], at.tile_sum[i],
+                     at.tile_out + i * padded, padded);
+      }
     }
-    for (int i = 0; i < item.row_count; ++i)
-      merge_tile(at.max + i, at.sum + i, at.out + i * padded, at.tile_max[i], at.tile_sum[i], at.tile_out + i * padded,
-                 padded);
+    if (item.partial < 0)
+      for (int i = 0; i < item.row_count; ++i) write_row(call, item, kv_head, i, at.out + i * padded, at.sum[i]);
   }
-  if (item.partial < 0)
-    for (int i = 0; i < item.row_count; ++i) write_row(call, item, i, at.out + i * padded, at.sum[i]);
 }
 
 // The tiles of an item that was cut, in order of position: the same merges as in attend().
@@ -382,13 +400,14 @@ void attention_merge(const AttentionCall& call, const AttentionItem& item, float
   const int padded = call.layer->padded_dim();
   const int64_t slot_floats = kTileRows * (padded + 2);
   for (int i = 0; i < item.row_count; ++i) {
-    float max = kMinusInf, sum = 0, *out = memory;
-    std::memset(out, 0, sizeof(float) * padded);
-    for (int t = 0; t < item.tile_count; ++t) {
-      const float* slot = call.partials + (item.partial + t) * slot_floats;
+    const float* slot = call.partials + item.partial * slot_floats;
+    float max = slot[i], sum = slot[kTileRows + i], *out = memory;
+    std::memcpy(out, slot + 2 * kTileRows + i * padded, sizeof(float) * padded);
+    for (int t = 1; t < item.tile_count; ++t) {
+      slot += slot_floats;
       merge_tile(&max, &sum, out, slot[i], slot[kTileRows + i], slot + 2 * kTileRows + i * padded, padded);
     }
-    write_row(call, item, i, out, sum);
+    write_row(call, item, item.kv_head, i, out, sum);
   }
 }
 

@@ -18,7 +18,13 @@ int64_t attention_partial_floats(const AttentionLayer& layer) { return kTileRows
 namespace {
 
 // Work of an item in row x key units; the constant stands for staging the query and writing the output.
-int64_t cost_of(const AttentionItem& item) { return int64_t{item.row_count} * (item.tile_count * kTile + 32); }
+int64_t cost_of(const AttentionItem& item) {
+  return int64_t{item.head_count} * item.row_count * (item.tile_count * kTile + 32);
+}
+
+// From so many requests for each rank on, a request with one new token is one item: its KV heads lie side by side in
+// each block, and what an item costs by itself is paid once.
+constexpr int kRequestsPerRank = 4;
 
 // Cuts items so that no rank is left with one long context while the others are done. Where the cuts fall depends on
 // the load; the arithmetic does not, because each tile is computed alone and merged in order.
@@ -26,9 +32,20 @@ void cut_long_items(AttentionPlan& plan, int num_threads) {
   int64_t total = 0;
   for (const auto& item : plan.items) total += cost_of(item);
   const int64_t most = total / (4 * num_threads) + 1;
-  std::vector<AttentionItem> cut;
+  std::vector<AttentionItem> heads, cut;
   for (const auto& item : plan.items) {
-    if (item.tile_count < 2 || cost_of(item) <= most) {
+    if (item.head_count == 1 || cost_of(item) <= most) {
+      heads.push_back(item);
+      continue;
+    }
+    for (int h = 0; h < item.head_count; ++h) {
+      heads.push_back(item);
+      heads.back().kv_head = item.kv_head + h;
+      heads.back().head_count = 1;
+    }
+  }
+  for (const auto& item : heads) {
+    if (item.head_count > 1 || item.tile_count < 2 || cost_of(item) <= most) {
       cut.push_back(item);
       continue;
     }
@@ -58,14 +75,15 @@ void AttentionPlan::build(const AttentionLayer& layer, const AttentionBatch& bat
   const int heads = layer.group_heads();
   for (int r = 0; r < batch.num_requests; ++r) {
     const int queries = batch.query_start[r + 1] - batch.query_start[r], start = batch.context_lens[r] - queries;
-    for (int kv_head = 0; kv_head < layer.num_kv_heads; ++kv_head) {
+    const int together = queries == 1 && batch.num_requests >= kRequestsPerRank * num_threads ? layer.num_kv_heads : 1;
+    for (int kv_head = 0; kv_head < layer.num_kv_heads; kv_head += together) {
       for (int row = 0; row < queries * heads; row += kTileRows) {
         const int rows = std::min(kTileRows, queries * heads - row);
         const int first = start + row / heads;
         const int last = layer.causal ? start + (row + rows - 1) / heads : batch.context_lens[r] - 1;
         const int oldest = layer.window ? std::max(0, first - layer.window + 1) : 0;
         const int tile = oldest / kTile;
-        items.push_back({r, kv_head, row, rows, tile, last / kTile + 1 - tile, -1});
+        items.push_back({r, kv_head, together, row, rows, tile, last / kTile + 1 - tile, -1});
       }
     }
   }

@@ -56,16 +56,82 @@ PM_INLINE float byte_scale(const float* x, int dim) {
   return scale < 1e-30f ? 1e-30f : scale;
 }
 
-// x [dim] in steps of `scale` -> q, zeros up to the next multiple of 16; returns the sum of q.
-PM_INLINE int32_t to_bytes(const float* x, int dim, float scale, int8_t* q) {
+// A scale as bf16, rounded up so that no value lies beyond 127 steps.
+PM_INLINE uint16_t round_scale(float scale) {
+  uint32_t bits;
+  std::memcpy(&bits, &scale, 4);
+  return scale != scale ? 0x7fc0 : static_cast<uint16_t>((bits + 0xffff) >> 16);
+}
+PM_INLINE float widen(uint16_t half) {
+  const uint32_t bits = static_cast<uint32_t>(half) << 16;
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+// A head of 16 N dimensions through the Hadamard transform, in registers, without its factor.
+template <int N>
+PM_INLINE void turn_head(const float* x, F16 (&v)[N]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) v[i] = turn_lanes(load(x + 16 * i));
+#pragma GCC unroll 16
+  for (int half = 1; half < N; half *= 2) {
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) {
+      if (i & half) continue;
+      const F16 a = v[i], b = v[i + half];
+      v[i] = add(a, b);
+      v[i + half] = sub(a, b);
+    }
+  }
+}
+
+struct Bytes {
+  float scale;
+  int32_t sum;  // of the bytes
+};
+
+// As turned_to_bytes(), for 16 N = dim = the transform's block.
+template <int N>
+PM_INLINE Bytes turned_registers(const float* x, bool narrow, int8_t* q) {
+  F16 v[N];
+  turn_head<N>(x, v);
+  F16 top = abs(v[0]);  // what is not finite is in every lane by now
+#pragma GCC unroll 16
+  for (int i = 1; i < N; ++i) top = max(top, abs(v[i]));
+  constexpr float kFactor = N == 4 ? 0.125f : 0.08838834764831845f;  // 1 / sqrt(dim)
+  float scale = hmax(top) * (kFactor / kMaxByte);
+  scale = (scale < 1e-30f ? 1e-30f : scale) + 0 * scale;
+  if (narrow) scale = widen(round_scale(scale));
+  const F16 inverse = set1(kFactor / scale);
+  I16 sum = set1_i32(0);
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) {
+    const I16 b = round_i32(mul(v[i], inverse));
+    sum = add(sum, b);
+    store_i8(q + 16 * i, b);
+  }
+  return {scale, hsum_i32(sum)};
+}
+
+// A key or query head through the Hadamard transform in steps of a scale -> q [padded_dim], zeros behind. narrow: the
+// scale is one of bf16. memory: padded_dim floats.
+PM_INLINE Bytes turned_to_bytes(const AttentionLayer& layer, const float* x, bool narrow, int8_t* q, float* memory) {
+  const int dim = layer.head_dim;
+  if (dim == 64) return turned_registers<4>(x, narrow, q);
+  if (dim == 128) return turned_registers<8>(x, narrow, q);
+  std::memcpy(memory, x, sizeof(float) * dim);
+  hadamard_row(memory, dim, layer.hadamard_block());
+  float scale = byte_scale(memory, dim);
+  if (narrow) scale = widen(round_scale(scale));
   const F16 inverse = set1(1.0f / scale);
   I16 sum = set1_i32(0);
   for (int d = 0; d < dim; d += 16) {
-    const I16 v = round_i32(mul(load(x + d, tail_mask(dim - d)), inverse));
-    sum = add(sum, v);
-    store_i8(q + d, v);
+    const I16 b = round_i32(mul(load(memory + d, tail_mask(dim - d)), inverse));
+    sum = add(sum, b);
+    store_i8(q + d, b);
   }
-  return hsum_i32(sum);
+  return {scale, hsum_i32(sum)};
 }
 
 PM_INLINE void store_probabilities(uint32_t* p, F16 x, Bf16Word) { store_bf16(reinterpret_cast<uint16_t*>(p), x); }

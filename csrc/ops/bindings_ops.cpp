@@ -136,7 +136,7 @@ void rope_and_cache(Mat<float> qkv, Mat<uint8_t> cache, Vec<const int32_t> posit
   const int64_t floats = rope_scratch_floats(layer);
   std::vector<float> memory(static_cast<size_t>(num_threads() * floats));
   parallel([&](Team& team) {
-    team.for_each(tokens, [&](int64_t i) { pick_rows().rope(call, i, memory.data() + team.rank() * floats); });
+    rope_run(team, call, 0, tokens, memory.data() + team.rank() * floats);
   });
 }
 

@@ -3,15 +3,16 @@
 
 #include <cstdint>
 
+#include "core/team.h"
 #include "ops/attention.h"
 
 namespace pm {
 
-// What rope_row needs to turn a token's fused projection into a query and a cache entry. Row layout of qkv:
+// What rope() needs to turn tokens' fused projections into queries and cache entries. Row layout of qkv:
 // [Hq * D] query, [Hkv * D] key, [Hkv * D] value.
 struct RopeCall {
   const AttentionLayer* layer;
-  float* qkv;  // [num_tokens][stride]; the query part is normed and rotated in place
+  float* qkv;  // [num_tokens][stride]; queries and keys are normed and rotated in place
   int64_t stride;
   uint8_t* cache;
   const int32_t* positions;  // [num_tokens]
@@ -39,12 +40,15 @@ struct RowsTable {
   void (*add)(const float* x, const float* y, float scale, int64_t n, float* out);
   // x = x * scale, then cap * tanh(x / cap) where cap > 0.
   void (*scale_softcap)(float* x, int64_t n, float scale, float cap);
-  // `memory`: rope_scratch_floats() of this thread.
-  void (*rope)(const RopeCall&, int64_t token, float* memory);
+  // Tokens [begin, end). Those that fill a group of the cache together are written as whole lines. `memory`:
+  // rope_scratch_floats() of this thread.
+  void (*rope)(const RopeCall&, int64_t begin, int64_t end, float* memory);
 };
 const RowsTable& pick_rows();
 inline int64_t rope_scratch_floats(const AttentionLayer& layer) {
-  return int64_t{layer.num_kv_heads} * layer.head_dim + 2 * layer.padded_dim() + 16;
+  return int64_t{kGroup} * layer.padded_dim() / 2 + layer.padded_dim();
 }
+// Tokens [first, first + count) on all ranks of a team.
+void rope_run(Team& team, const RopeCall& call, int64_t first, int64_t count, float* memory);
 
 }  // namespace pm

@@ -116,88 +116,159 @@ void rotate_pairs(float* x, const float* cos, const float* sin, int half) {
   }
 }
 
-// A scale as bf16, rounded up so that no value lies beyond 127 steps.
-uint16_t round_scale(float* scale) {
-  uint32_t bits;
-  std::memcpy(&bits, scale, 4);
-  const bool nan = *scale != *scale;
-  const uint16_t half = nan ? 0x7fc0 : static_cast<uint16_t>((bits + 0xffff) >> 16);
-  bits = static_cast<uint32_t>(half) << 16;
-  std::memcpy(scale, &bits, 4);
-  return half;
+// A KV head's keys and values of consecutive tokens of one group, the first in `lane`, their rows `stride` floats apart.
+struct HeadRun {
+  const float *keys, *values;  // of the first token
+  int64_t stride;
+  uint32_t* group;
+  int lane, count;
+  float* memory;  // rope_scratch_floats()
+};
+
+// words [count][stride], the keys of a run, into their lanes.
+void scatter_keys(const AttentionLayer& layer, const HeadRun& run, const uint32_t* words, int64_t stride) {
+  const int steps = layer.key_steps();
+  int step = 0;
+  if (run.count == kGroup)
+    for (; step + 16 <= steps; step += 16) transpose_words(words + step, stride, run.group + step * kGroup);
+  for (int i = 0; i < run.count; ++i)
+    for (int s = step; s < steps; ++s) run.group[s * kGroup + run.lane + i] = words[i * stride + s];
 }
 
-// The same as write_group() in bytes; `memory`: 2 * padded_dim floats.
-void write_bytes(const AttentionLayer& layer, const float* key, const float* value, uint32_t* group, int lane,
-                 float* memory) {
+void write_floats(const AttentionLayer& layer, const HeadRun& run) {
+  scatter_keys(layer, run, reinterpret_cast<const uint32_t*>(run.keys), run.stride);
+  auto* values = reinterpret_cast<float*>(run.group + layer.key_steps() * kGroup);
+  for (int i = 0; i < run.count; ++i)
+    std::memcpy(values + (run.lane + i) * layer.padded_dim(), run.values + i * run.stride,
+                sizeof(float) * static_cast<size_t>(layer.head_dim));
+}
+
+// Values of a run: pairs of tokens as words where both are there, else the halves alone. A neighbouring run's thread may
+// write the other half at the same time.
+template <class Pair, class Single>
+void write_pairs(const HeadRun& run, Pair pair, Single single) {
+  int i = 0;
+  if (run.lane % 2) single(run.lane, i++);
+  for (; i + 2 <= run.count; i += 2) pair(run.lane + i, i);
+  if (i < run.count) single(run.lane + i, i);
+}
+
+void write_bf16(const AttentionLayer& layer, const HeadRun& run) {
   const int dim = layer.head_dim, steps = layer.key_steps(), padded = layer.padded_dim();
-  float* turned = memory;
-  std::memcpy(turned, key, sizeof(float) * dim);
-  hadamard_row(turned, dim, layer.hadamard_block());
-  float key_scale = byte_scale(turned, dim), value_scale = byte_scale(value, dim);
-  key_scale += 0 * value_scale;  // a token that is not finite must show in its scores
-  uint16_t* scales = reinterpret_cast<uint16_t*>(group + layer.scales_at());
-  scales[lane] = round_scale(&key_scale);
-  scales[kGroup + lane] = round_scale(&value_scale);
-  auto* bytes = reinterpret_cast<int8_t*>(memory + padded);
-  to_bytes(turned, dim, key_scale, bytes);
-  for (int step = 0; step < steps; ++step) {
-    uint32_t word;
-    std::memcpy(&word, bytes + 4 * step, 4);
-    group[step * kGroup + lane] = word ^ 0x80808080u;
-  }
-  to_bytes(value, dim, value_scale, bytes);
-  auto* to = reinterpret_cast<int8_t*>(group + steps * kGroup + lane / 2 * layer.value_step_words()) + lane % 2;
-  for (int d = 0; d < dim; ++d) to[2 * d] = bytes[d];
+  auto* halves = reinterpret_cast<uint16_t*>(run.memory);  // [count][padded]
+  for (int i = 0; i < run.count; ++i)
+    for (int d = 0; d < dim; d += 16)
+      store_bf16(halves + i * padded + d, load(run.keys + i * run.stride + d, tail_mask(dim - d)));
+  scatter_keys(layer, run, reinterpret_cast<const uint32_t*>(halves), padded / 2);
+  uint32_t* values = run.group + steps * kGroup;
+  write_pairs(
+      run,
+      [&](int lane, int i) {
+        const float *a = run.values + i * run.stride, *b = a + run.stride;
+        uint32_t* to = values + lane / 2 * padded;
+        for (int d = 0; d < dim; d += 16) {
+          const Mask m = tail_mask(dim - d);
+          store_words(to + d, pair_bf16(load(a + d, m), load(b + d, m)));
+        }
+      },
+      [&](int lane, int i) {
+        auto* to = reinterpret_cast<uint16_t*>(values + lane / 2 * padded) + lane % 2;
+        alignas(64) uint16_t v[16];
+        for (int d = 0; d < dim; d += 16) {
+          store_bf16(v, load(run.values + i * run.stride + d, tail_mask(dim - d)));
+          for (int j = 0; j < 16 && d + j < dim; ++j) to[2 * (d + j)] = v[j];
+        }
+      });
 }
 
-// One head's key and value into its lane of the cache group.
-void write_group(const AttentionLayer& layer, const float* key, const float* value, uint32_t* group, int lane) {
+void write_bytes(const AttentionLayer& layer, const HeadRun& run) {
   const int dim = layer.head_dim, steps = layer.key_steps(), padded = layer.padded_dim();
-  uint32_t* values = group + steps * kGroup;
-  if (layer.type == KvType::kF32) {
-    for (int d = 0; d < dim; ++d) std::memcpy(group + d * kGroup + lane, key + d, 4);
-    std::memcpy(values + lane * padded, value, dim * sizeof(float));
-    return;
+  auto* bytes = reinterpret_cast<int8_t*>(run.memory);  // [count][padded]
+  float* turned = run.memory + kGroup * padded / 4;
+  auto* scales = reinterpret_cast<uint16_t*>(run.group + layer.scales_at());
+  float inverse[kGroup];  // of the values
+  for (int i = 0; i < run.count; ++i) {
+    const float scale = byte_scale(run.values + i * run.stride, dim);
+    const uint16_t rounded = round_scale(scale);
+    const Bytes key = turned_to_bytes(layer, run.keys + i * run.stride, true, bytes + i * padded, turned);
+    scales[run.lane + i] = round_scale(key.scale + 0 * scale);  // a value that is not finite must show in the scores
+    scales[kGroup + run.lane + i] = rounded;
+    inverse[i] = 1.0f / widen(rounded);
   }
-  alignas(64) uint16_t k[16], v[16];
-  uint16_t* halves = reinterpret_cast<uint16_t*>(values + lane / 2 * padded) + lane % 2;
-  for (int d = 0; d < dim; d += 16) {
-    const int n = dim - d < 16 ? dim - d : 16;
-    const Mask m = tail_mask(n);
-    store_bf16(k, load(key + d, m));
-    store_bf16(v, load(value + d, m));
-    for (int i = 0; i < (n + 1) / 2; ++i) std::memcpy(group + (d / 2 + i) * kGroup + lane, k + 2 * i, 4);
-    for (int i = 0; i < n; ++i) halves[(d + i) * 2] = v[i];
+  auto* words = reinterpret_cast<uint32_t*>(bytes);
+  for (int i = 0; i < run.count * padded / 4; ++i) words[i] ^= 0x80808080u;
+  scatter_keys(layer, run, words, padded / 4);
+  auto* values = reinterpret_cast<int8_t*>(run.group + steps * kGroup);  // [value_steps][padded][2]
+  const auto value = [&](int i, int d) {
+    return round_i32(mul(load(run.values + i * run.stride + d, tail_mask(dim - d)), set1(inverse[i])));
+  };
+  write_pairs(
+      run,
+      [&](int lane, int i) {
+        int8_t* to = values + lane * padded;
+        for (int d = 0; d < dim; d += 16) store_i16(to + 2 * d, pair_bytes(value(i, d), value(i + 1, d)));
+      },
+      [&](int lane, int i) {
+        int8_t* to = values + lane / 2 * 2 * padded + lane % 2;
+        int8_t v[16];
+        for (int d = 0; d < dim; d += 16) {
+          store_i8(v, value(i, d));
+          for (int j = 0; j < 16 && d + j < dim; ++j) to[2 * (d + j)] = v[j];
+        }
+      });
+}
+
+uint32_t* group_of(const RopeCall& call, int32_t slot) {
+  const AttentionLayer& layer = *call.layer;
+  uint8_t* block = call.cache + slot / layer.block_size * layer.block_bytes();
+  return reinterpret_cast<uint32_t*>(block) + slot % layer.block_size / kGroup * layer.group_words();
+}
+
+// The lines that a single token's entry touches: one word in each of many, none of them in a cache.
+void fetch_lines(const RopeCall& call, int32_t slot) {
+  const AttentionLayer& layer = *call.layer;
+  const uint32_t* group = group_of(call, slot);
+  const int lane = slot % kGroup, pair = layer.type == KvType::kF32 ? lane : lane / 2;
+  for (int h = 0; h < layer.num_kv_heads; ++h, group += layer.head_words()) {
+    for (int step = 0; step < layer.key_steps(); ++step) prefetch(group + step * kGroup);
+    const uint32_t* values = group + layer.key_steps() * kGroup + pair * layer.value_step_words();
+    for (int w = 0; w < layer.value_step_words(); w += 16) prefetch(values + w);
+    if (layer.bytes()) prefetch(group + layer.scales_at());
   }
 }
 
-void rope(const RopeCall& call, int64_t token, float* memory) {
+void rotate_row(const RopeCall& call, int64_t token) {
   const AttentionLayer& layer = *call.layer;
   const int dim = layer.head_dim, heads = layer.num_heads, kv_heads = layer.num_kv_heads;
   float* q = call.qkv + token * call.stride;
-  float* k = memory;  // the projection's keys and values stay as they are
-  std::memcpy(k, q + heads * dim, sizeof(float) * kv_heads * dim);
   norm_heads(q, heads, dim, call.q_norm, call.q_norm_size, call.eps);
-  norm_heads(k, kv_heads, dim, call.k_norm, call.k_norm_size, call.eps);
-  if (call.table) {
-    const int half = call.rotary_dim / 2;
-    const float* cos = call.table + int64_t{call.positions[token]} * 2 * half;
-    const auto rotate = call.interleaved ? rotate_pairs : rotate_halves;
-    for (int h = 0; h < heads; ++h) rotate(q + h * dim, cos, cos + half, half);
-    for (int h = 0; h < kv_heads; ++h) rotate(k + h * dim, cos, cos + half, half);
-  }
-  const int32_t slot = call.slots[token];
-  if (slot < 0) return;
-  const float* v = q + (heads + kv_heads) * dim;
-  const int block_size = layer.block_size, offset = slot % block_size;
-  uint32_t* block = reinterpret_cast<uint32_t*>(call.cache + slot / block_size * layer.block_bytes());
-  for (int h = 0; h < kv_heads; ++h) {
-    uint32_t* group = block + h * layer.head_words() + offset / kGroup * layer.group_words();
-    if (layer.bytes())
-      write_bytes(layer, k + h * dim, v + h * dim, group, offset % kGroup, memory + kv_heads * dim);
-    else
-      write_group(layer, k + h * dim, v + h * dim, group, offset % kGroup);
+  norm_heads(q + heads * dim, kv_heads, dim, call.k_norm, call.k_norm_size, call.eps);
+  if (!call.table) return;
+  const int half = call.rotary_dim / 2;
+  const float* cos = call.table + int64_t{call.positions[token]} * 2 * half;
+  const auto rotate = call.interleaved ? rotate_pairs : rotate_halves;
+  for (int h = 0; h < heads + kv_heads; ++h) rotate(q + h * dim, cos, cos + half, half);
+}
+
+void rope(const RopeCall& call, int64_t begin, int64_t end, float* memory) {
+  const AttentionLayer& layer = *call.layer;
+  const int dim = layer.head_dim, heads = layer.num_heads, kv_heads = layer.num_kv_heads;
+  const auto write = layer.bytes() ? write_bytes : layer.type == KvType::kBf16 ? write_bf16 : write_floats;
+  for (int64_t token = begin; token < end;) {
+    const int32_t slot = call.slots[token];
+    int count = 1;
+    while (token + count < end && slot >= 0 && call.slots[token + count] == slot + count && (slot + count) % kGroup)
+      ++count;
+    if (const int64_t next = token + count; next < end && call.slots[next] >= 0) fetch_lines(call, call.slots[next]);
+    for (int i = 0; i < count; ++i) rotate_row(call, token + i);
+    if (slot >= 0) {
+      const float* keys = call.qkv + token * call.stride + heads * dim;
+      uint32_t* group = group_of(call, slot);
+      for (int h = 0; h < kv_heads; ++h)
+        write(layer, {keys + h * dim, keys + (kv_heads + h) * dim, call.stride, group + h * layer.head_words(),
+                      slot % kGroup, count, memory});
+    }
+    token += count;
   }
 }
 

@@ -175,7 +175,7 @@ class Rope final : public Instruction {
     call.qkv = frame.floats(s_.qkv, frame.first) - frame.first * call.stride;
     call.positions = frame.in->positions;
     call.slots = frame.in->groups[static_cast<size_t>(s_.group)].slots;
-    for_rows(team, frame, [&](int64_t row) { pick_rows().rope(call, row, frame.scratch(team)); });
+    rope_run(team, call, frame.first, frame.count, frame.scratch(team));
   }
 
  private:

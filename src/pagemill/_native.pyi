@@ -198,7 +198,7 @@ def rope_and_cache(
     block_size: int,
     kv_type: int = 0,
 ) -> None:
-    """Norm and rotate the queries in place, and write normed, rotated keys and the values to the cache.
+    """Norm and rotate queries and keys in place, and write keys and values to the cache.
 
     qkv float32 [N, (num_heads + 2 num_kv_heads) head_dim]; slots int32 [N]: block_id * block_size + offset, -1 to skip;
     table float32 [max_positions, 2, rotary_dim / 2]: cosines, sines.
