@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pagemill.config import ServerConfig
 from pagemill.errors import EngineError
 from pagemill.server.answer_schemas import ErrorResponse
+from pagemill.server.responses_api import handlers
 from pagemill.server.responses_api.schemas import DeletedResponse, ResponseItemList, ResponseObject
 from tests.server.conftest import Served, serving
 from tests.server.fake_engine import TEMPLATE, FakeEngine
@@ -362,6 +363,16 @@ async def test_vllms_sampling_fields_are_taken_and_unknown_ones_reported(served:
     assert answer.headers["x-pagemill-ignored"] == "banana"
     params = served.engine.seen[-1][1]
     assert (params.top_k, params.seed) == (5, 3)
+
+
+async def test_a_conversation_without_end_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "MAX_CONVERSATION", 4)
+    first = await ask(served, input=[{"role": "user", "content": "a"}] * 3)
+    with pytest.raises(openai.BadRequestError, match="5 items; the limit is 4"):
+        await ask(served, previous_response_id=first.id)
+    with pytest.raises(openai.BadRequestError, match="begin a new one") as refused:
+        await ask(served, input=[{"role": "user", "content": "a"}] * 5)
+    assert refused.value.param == "input"
 
 
 async def test_input_tokens_are_those_of_the_request(served: Served) -> None:

@@ -74,5 +74,5 @@ def test_another_key_sees_nothing() -> None:
         store.get("a", b"me")
     with pytest.raises(NotFoundError):
         store.delete("a", b"me")
-    assert store.find_item("a-item", b"me") is None
-    assert store.find_item("a-item", b"other") is not None
+    assert store.items_of(b"me") == {}
+    assert store.items_of(b"other").keys() == {"a-item"}

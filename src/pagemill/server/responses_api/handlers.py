@@ -6,6 +6,7 @@ Owns who may see which response, what runs on without its client, and how conver
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 MAX_LISTED = 100
+MAX_CONVERSATION = 4096
+"""Items that a response begins with, those of earlier ones included."""
 
 
 async def create_response(context: ServerContext, request: Request) -> Response:
@@ -135,7 +138,13 @@ async def _prepared(
     context.check_model(asked.model)
     asked.verify()
     history = [] if asked.previous_response_id is None else _history(context, asked.previous_response_id, owner)
-    items = read_input(asked.input, lambda item_id: context.responses.find_item(item_id, owner))
+    stored = functools.cache(lambda: context.responses.items_of(owner))
+    items = read_input(asked.input, lambda item_id: stored().get(item_id))
+    if len(history) + len(items) > MAX_CONVERSATION:
+        raise RequestError(
+            f"the conversation has {len(history) + len(items)} items; the limit is {MAX_CONVERSATION}; begin a new one",
+            param="previous_response_id" if history else "input",
+        )
     messages = to_messages([*history, *items], asked.instructions)
     if not messages:
         raise RequestError("input is empty; send text or at least one item", param="input")

@@ -91,15 +91,14 @@ class ResponseStore:
         self._entries.move_to_end(response_id)
         return entry
 
-    def find_item(self, item_id: str, owner: bytes) -> Item | None:
-        """An item of any stored response."""
-        for entry in reversed(self._entries.values()):
-            if entry.owner == owner:
-                items: list[Item] = [*entry.response["output"], *entry.input_items]
-                found = [item for item in items if item["id"] == item_id]
-                if found:
-                    return found[0]
-        return None
+    def items_of(self, owner: bytes) -> dict[str, Item]:
+        """The items of all stored responses of one caller, by id."""
+        return {
+            item["id"]: item
+            for entry in self._entries.values()
+            if entry.owner == owner
+            for item in (*entry.input_items, *entry.response["output"])
+        }
 
     def delete(self, response_id: str, owner: bytes) -> None:
         """Forget it; it stops if it runs."""
