@@ -28,8 +28,14 @@ format: $(VENV)/.installed-test
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# The machine's ceilings and the kernels under them, W1 to W5, and the curves: about ten minutes. Nothing else should run.
+# ARGS="--peers llama.cpp,vllm" runs other engines on the same work.
 bench: $(VENV)/.installed-test
-	$(BIN)/python benchmarks/run.py $(ARGS)
+	$(BIN)/python -c "$(EXTRA)" bench > $(VENV)/bench.txt
+	$(PIP_INSTALL) -r $(VENV)/bench.txt
+	$(BIN)/python benchmarks/kernels.py --rows 1,16,64 --budget 0.1 --json build/bench/kernels.json
+	$(BIN)/python benchmarks/run.py --options "" --options "--quantization int8" --options "--dtype bfloat16" --out build/bench/run.json $(ARGS)
+	$(BIN)/python benchmarks/curves.py --out build/bench/curves
 
 # The editable install builds csrc/; without a C++ compiler it installs the pure-Python package, which says so.
 $(VENV)/.installed: pyproject.toml constraints.txt $(NATIVE)

@@ -117,6 +117,7 @@ def main() -> None:
                 )
     if args.json:
         machine = {"isa": args.isa, "threads": args.threads, "ceilings": ceilings}
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
 
 
