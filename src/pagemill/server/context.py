@@ -22,17 +22,20 @@ from pagemill.server.body import read_body
 from pagemill.server.engine_port import Engine
 from pagemill.server.generation import Admission, off_loop
 from pagemill.server.keys import Keys
+from pagemill.server.memory import MemoryReturn
 from pagemill.server.parsers.registry import Formats
 from pagemill.server.protocol import ChatCompletionRequest, RequestT, TokenizeRequest, parse
 from pagemill.server.request_log import NoLog, RefusalLog
 from pagemill.server.responses_api.store import ResponseStore
 from pagemill.server.structured import schema_hint, with_hint
 
-__all__ = ["ServerContext", "chat_messages", "json_response", "text_of"]
+__all__ = ["BODY_BYTES", "ServerContext", "chat_messages", "json_response", "text_of"]
 
 
 logger = logging.getLogger("pagemill.server")
 
+BODY_BYTES = "pagemill.body_bytes"
+"""Where the scope of a request says how long its body was."""
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 """Template variables that are fields of the request."""
 CHARS_OF_A_PART = 64
@@ -60,6 +63,7 @@ class ServerContext:
         self.responses = ResponseStore(config.max_stored_responses, config.max_stored_response_bytes)
         self.log: RefusalLog = NoLog()
         """Told of requests that are answered with an error."""
+        self.memory = MemoryReturn()
         self.traces = False
         """Whether callers' trace contexts are wanted."""
         self.draining = False
@@ -67,7 +71,9 @@ class ServerContext:
 
     async def read(self, request: Request, cls: type[RequestT]) -> RequestT:
         """Body -> checked request."""
-        return parse(cls, await read_body(request, self.config.max_body_bytes))
+        body = await read_body(request, self.config.max_body_bytes)
+        request.scope[BODY_BYTES] = len(body)
+        return parse(cls, body)
 
     def check_model(self, name: str | None) -> None:
         """Empty or absent means the default; any other name must be the served one."""

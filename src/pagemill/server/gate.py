@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pagemill.engine.caller import CALLER, Caller
 from pagemill.errors import PagemillError, RequestTimeoutError, ShuttingDownError
 from pagemill.server.body import ClientDisconnect
-from pagemill.server.context import ServerContext
+from pagemill.server.context import BODY_BYTES, ServerContext
 from pagemill.server.errors import error_response, problem_response
 from pagemill.server.sse import error_event
 
@@ -65,6 +65,7 @@ class Gate:
         try:
             await self._pass(scope, receive, noted)
         finally:
+            self.context.memory.note(scope.get(BODY_BYTES, 0))
             if noted.status >= 400:
                 self.context.log.refused(CALLER.get(), scope["method"], noted.status, time.monotonic() - began_s)
 

@@ -7,6 +7,8 @@ strings are in them, and how long everything else is. Owns these limits; must no
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from pagemill.errors import PayloadTooLargeError, RequestError
@@ -41,6 +43,7 @@ class _Long(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_Long).decode
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _elements = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
@@ -66,18 +69,18 @@ def check_shape(body: bytes) -> None:
 
 def _check_list(name: str, raw: bytes) -> None:
     """Commas and quotes are counted, which takes a moment even for megabytes."""
-    if b'"' not in raw:
-        count = raw.count(b",") + 1
-        if count > MAX_IDS:
-            raise RequestError(f"{name} has {count} values; the limit is {MAX_IDS}; send fewer at once", param=name)
-        return
     # A quote within a string is escaped; whoever escapes to be counted less is still counted half.
     strings = (raw.count(b'"') - raw.count(b'\\"') + 1) // 2
     if strings > MAX_STRINGS:
         raise RequestError(
             f"{name} holds {strings} strings or more; the limit is {MAX_STRINGS}; send fewer at once", param=name
         )
-    if raw.count(b",") >= MAX_ITEMS:
+    count = raw.count(b",") + 1
+    if strings and count > MAX_ITEMS:
+        count = _STRING.sub(b"", raw).count(b",") + 1  # text has commas, too
+    if count > MAX_IDS:
+        raise RequestError(f"{name} has {count} values; the limit is {MAX_IDS}; send fewer at once", param=name)
+    if strings and count > MAX_ITEMS and name != "prompt":
         count = len(_elements(raw))
-        if count > MAX_ITEMS and name != "prompt":
+        if count > MAX_ITEMS:
             raise RequestError(f"{name} has {count} elements; the limit is {MAX_ITEMS}; send fewer at once", param=name)
