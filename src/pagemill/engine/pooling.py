@@ -169,6 +169,10 @@ class Comparison:
         self, pooling: PoolingConfig | None, first: Sequence[str], second: Sequence[str], names: tuple[str, str]
     ) -> None:
         self._pooling = check_pools(pooling)
+        if self._pooling.num_scores > 1:
+            raise RequestError(
+                f"this classifier has {self._pooling.num_scores} outputs; scoring needs a model with one"
+            )
         for name, given in zip(names, (first, second), strict=True):
             if not given or not all(given):
                 raise RequestError(f"{name} holds an empty text; send at least one character", param=name)
@@ -202,10 +206,7 @@ class Comparison:
 
 def _score(output: RequestOutput, pooling: PoolingConfig, *, activate: bool = True) -> float:
     """A cross-encoder's score: its logit, through what its configuration puts after it."""
-    logits = _raw(output)
-    if len(logits) != 1:
-        raise RequestError(f"this classifier has {len(logits)} outputs; scoring needs a model with one")
-    logit = float(logits[0])
+    logit = float(_raw(output)[0])
     if not activate or pooling.score_activation == "identity":
         return logit
     return float(1.0 / (1.0 + np.exp(-logit))) if logit >= 0 else float(np.exp(logit) / (1.0 + np.exp(logit)))
