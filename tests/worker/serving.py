@@ -61,8 +61,9 @@ def serve(
     chunk: int = 0,
     caching: bool = True,
     scheduler: Scheduler | None = None,
+    rows: list[int] | None = None,
 ) -> tuple[dict[str, Answer], Scheduler]:
-    """All requests' answers, and the scheduler that made them."""
+    """All requests' answers, and the scheduler that made them. ``rows`` takes down each step's number of tokens."""
     scheduler = scheduler or Scheduler(
         executor.kv_specs,
         max_num_seqs=max_num_seqs,
@@ -80,6 +81,8 @@ def serve(
         clock += 1.0
         plan = scheduler.schedule(clock)
         assert plan is not None
+        if rows is not None:
+            rows.append(plan.total_num_tokens)
         result = executor.sample(plan, None, executor.execute(plan))
         for output in scheduler.update(plan, result, clock):
             answer = answers[output.request_id]
