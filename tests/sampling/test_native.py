@@ -155,6 +155,16 @@ def test_the_native_noise_is_the_defined_one() -> None:
     assert drawn.tolist() == np.floor(uniforms(table.seed, positions) * 4096).astype(int).tolist()
 
 
+def test_no_rows() -> None:
+    none = np.zeros(0, np.int64)
+    empty = torch.zeros(0, 17)
+    best, highest, finite = NativePicker().best(empty)
+    assert best.size == highest.size == finite.size == 0
+    assert NativePicker().draw(empty, none, table_for([{}]), none, none).size == 0
+    NativePicker().forbid(empty, np.zeros((0, 1), np.int32))
+    assert NativePicker().logprobs(empty, none, none, 3).best.shape == (0, 3)
+
+
 def test_shapes_that_do_not_fit_are_refused() -> None:
     rows = np.arange(2)
     with pytest.raises(ValueError, match="index names a row"):

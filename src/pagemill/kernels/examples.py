@@ -32,8 +32,8 @@ def _short(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def rms_norm() -> Examples:
-    """Widths from 1; zeros; the large and the tiny."""
-    for rows, width in ((1, 1), (3, 7), (5, 576), (2, 4096)):
+    """Widths from 1; no rows; zeros; the large and the tiny."""
+    for rows, width in ((1, 1), (0, 64), (3, 7), (5, 576), (2, 4096)):
         yield f"{rows}x{width}", {"x": _draw(rows, width), "weight": _draw(width, seed=1), "eps": 1e-5}
     yield "zeros", {"x": torch.zeros(2, 64), "weight": torch.ones(64), "eps": 1e-6}
     yield "large", {"x": _draw(2, 64) * 1e6, "weight": torch.ones(64), "eps": 1e-6}
@@ -41,8 +41,8 @@ def rms_norm() -> Examples:
 
 
 def layer_norm() -> Examples:
-    """Widths from 1; a constant row, whose variance is 0; values far from 0."""
-    for rows, width in ((1, 1), (3, 7), (5, 384), (2, 1024)):
+    """Widths from 1; no rows; a constant row, whose variance is 0; values far from 0."""
+    for rows, width in ((1, 1), (0, 64), (3, 7), (5, 384), (2, 1024)):
         inputs = {"x": _draw(rows, width), "weight": _draw(width, seed=1), "bias": _draw(width, seed=2)}
         yield f"{rows}x{width}", {**inputs, "eps": 1e-12 if width > 1 else 1e-5}
     flat = {"weight": torch.ones(40), "bias": _draw(40, seed=2), "eps": 1e-12}
@@ -55,12 +55,13 @@ def activate() -> Examples:
     for activation in ("gelu", "tanh"):
         for width in (1, 33, 384):
             yield f"{activation} {width}", {"x": _draw(3, width) * 3, "activation": activation}
+        yield f"{activation} no rows", {"x": torch.empty(0, 8), "activation": activation}
         yield f"{activation} wide", {"x": torch.linspace(-30, 30, 801)[None], "activation": activation}
 
 
 def hadamard() -> Examples:
-    """One block a row, several, and the smallest."""
-    for rows, width, block in ((1, 2, 2), (3, 96, 32), (2, 1536, 512), (2, 2048, 1024), (5, 64, 1)):
+    """One block a row, several, and the smallest; no rows."""
+    for rows, width, block in ((0, 64, 32), (1, 2, 2), (3, 96, 32), (2, 1536, 512), (2, 2048, 1024), (5, 64, 1)):
         yield f"{rows}x{width}/{block}", {"x": _draw(rows, width), "block": block}
 
 
@@ -69,11 +70,12 @@ def scale_softcap() -> Examples:
     for width in (1, 33, 320):
         yield f"scale {width}", {"x": _draw(3, width), "scale": 0.125, "cap": None}
         yield f"cap {width}", {"x": _draw(3, width) * 100, "scale": 0.5, "cap": 30.0}
+    yield "no rows", {"x": torch.empty(0, 8), "scale": 0.5, "cap": 30.0}
 
 
 def linear() -> Examples:
-    """One row and many, odd sizes and tails."""
-    for rows, outputs, inputs in ((1, 1, 1), (1, 96, 64), (2, 17, 35), (7, 320, 96), (65, 33, 130)):
+    """One row, many and none, odd sizes and tails."""
+    for rows, outputs, inputs in ((0, 33, 64), (1, 1, 1), (1, 96, 64), (2, 17, 35), (7, 320, 96), (65, 33, 130)):
         for bias in (None, _draw(outputs, seed=2)):
             yield (
                 f"{rows}x{outputs}x{inputs}{'' if bias is None else ' bias'}",
@@ -82,8 +84,8 @@ def linear() -> Examples:
 
 
 def gated_linear() -> Examples:
-    """Both activations."""
-    for rows, features, inputs in ((1, 48, 64), (3, 5, 33), (20, 96, 64)):
+    """Both activations; no rows."""
+    for rows, features, inputs in ((0, 48, 64), (1, 48, 64), (3, 5, 33), (20, 96, 64)):
         for activation in ("silu", "gelu_tanh"):
             matrix = _short(2 * features, inputs, seed=1) / 4
             yield (
