@@ -12,7 +12,7 @@
 namespace pm {
 namespace detail {
 
-// Each counter has its own cache line: a rank that draws tickets must not slow one that waits at the barrier.
+// Each counter has its own cache line: a rank that draws tasks must not slow one that waits at the barrier.
 struct alignas(64) Counter {
   std::atomic<int64_t> value{0};
 };

@@ -17,7 +17,7 @@
 namespace pm {
 
 namespace detail {
-struct Shared;  // barrier and ticket counters of the pool
+struct Shared;  // the barrier and the counters of the pool
 }
 
 class Team {
