@@ -104,7 +104,7 @@ async def test_a_wrong_value_names_itself_and_the_limit(
         ({"prompt": "a", "best_of": 3, "stream": True}, "best_of"),
         ({"prompt": "a", "guided_choice": []}, "guided_choice"),
         ({"prompt": "a", "guided_choice": ["a"], "guided_regex": "a"}, "guided_choice"),
-        ({"prompt": "a", "structured_outputs": {"structural_tag": "a"}}, "structured_outputs"),
+        ({"prompt": "a", "structured_outputs": {"jsons": "{}"}}, "structured_outputs"),
         ({"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format"),
         ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format.type"),
     ],

@@ -78,7 +78,7 @@ async def test_what_is_no_request_is_refused_in_openais_format(
     assert headers["content-type"] == "application/json"
     assert headers["connection"] == "close"
     assert part in body["error"]["message"]
-    assert body["error"]["code"] == status
+    assert body["error"]["code"] is None
     assert (await served.http.get("/health")).status_code == 200
 
 
@@ -200,7 +200,8 @@ async def test_a_stream_that_takes_too_long_ends_with_an_error_event() -> None:
                 events += [line] if line else []
         assert answer.status_code == 200
         assert events[-1] == "data: [DONE]"
-        assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == 504
+        error = json.loads(events[-2].removeprefix("data: "))["error"]
+        assert "--request-timeout" in error["message"]
         assert not served.engine.running
 
 
