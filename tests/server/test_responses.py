@@ -14,6 +14,7 @@ from pagemill.config import ServerConfig
 from pagemill.errors import EngineError
 from pagemill.server.answer_schemas import ErrorResponse
 from pagemill.server.responses_api import handlers
+from pagemill.server.responses_api.items import read_input, to_messages
 from pagemill.server.responses_api.schemas import DeletedResponse, ResponseItemList, ResponseObject
 from tests.server.conftest import Served, serving
 from tests.server.fake_engine import TEMPLATE, FakeEngine
@@ -339,6 +340,8 @@ async def test_reasoning_effort_reaches_the_template(effort: str) -> None:
         ({"input": "x", "metadata": {"a": "x" * 600}}, "metadata"),
         ({"input": "x", "conversation": "c"}, "conversation"),
         ({"input": "x", "truncation": "some"}, "truncation"),
+        ({"input": [{"role": [], "content": "a"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": [{"type": {}, "text": "a"}]}]}, "input[0].content[0].type"),
     ],
 )
 async def test_what_is_wrong_is_named_as_it_was_sent(served: Served, body: dict[str, Any], param: str) -> None:
@@ -380,3 +383,20 @@ async def test_input_tokens_are_those_of_the_request(served: Served) -> None:
     answer = await ask(served)
     assert answer.usage is not None
     assert counted.json() == {"object": "response.input_tokens", "input_tokens": answer.usage.input_tokens}
+
+
+async def test_a_conversation_that_refers_to_one_long_item_too_often_is_refused(served: Served) -> None:
+    long = {"role": "user", "content": "word " * 20_000}
+    made = await served.http.post("/v1/responses", json={"input": [long], "background": True})
+    (item,) = (await served.http.get(f"/v1/responses/{made.json()['id']}/input_items")).json()["data"]
+    answer = await served.http.post("/v1/responses", json={"input": [{"id": item["id"]}] * 100})
+    assert answer.status_code == 400
+    assert "4,194,304" in answer.json()["error"]["message"]
+
+
+def test_leading_system_items_become_one_message() -> None:
+    given = [{"role": "system", "content": text} for text in "bc"] + [{"role": "user", "content": "d"}]
+    assert to_messages(read_input(given, lambda _: None), "a") == [
+        {"role": "system", "content": "a\n\nb\n\nc"},
+        {"role": "user", "content": "d"},
+    ]

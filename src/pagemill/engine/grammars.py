@@ -184,8 +184,9 @@ class TokenGrammars:
         if build is None:
             build = _Build(in_background(lambda: self._matcher(grammar)), time.monotonic())
             self._builds[grammar] = build
-            if len(self._builds) > MAX_KEPT:
-                self._builds.popitem(last=False)
+            oldest = next((old for old, one in self._builds.items() if one.future.done()), None)
+            if len(self._builds) > MAX_KEPT and oldest is not None:  # requests wait for what is being built
+                del self._builds[oldest]
         else:
             self._builds.move_to_end(grammar)
         return build

@@ -29,6 +29,9 @@ __all__ = [
 
 Vector = NDArray[np.float32]
 
+MAX_PAIRS_CHARS = 2_000_000
+"""Of all pairs of one request; a token takes some 180 bytes while pairs are tokenised."""
+
 
 @dataclass(frozen=True, slots=True)
 class PoolingPrompt:
@@ -193,6 +196,11 @@ class Comparison:
         if not self._pooling.num_scores:
             return texts.inputs([*self._first, *self._second], params)
         first = self._first if len(self._first) > 1 else [self._first[0]] * len(self._second)
+        size = sum(map(len, (*first, *self._second)))  # a query is tokenised once for each document
+        if size > MAX_PAIRS_CHARS:
+            raise RequestError(
+                f"the pairs hold {size:,} characters; the most is {MAX_PAIRS_CHARS:,}; send fewer or shorter texts"
+            )
         return texts.pairs(list(zip(first, self._second, strict=True)), params)
 
     def scores(self, outputs: Sequence[RequestOutput], *, activate: bool = True) -> list[float]:

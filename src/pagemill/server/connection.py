@@ -277,7 +277,8 @@ class Connection(HttpToolsProtocol):
             return
         if cycle is not None and not cycle.response_complete:
             if self.pipeline and cycle.more_body:
-                self.pipeline.popleft()  # it waits in line, and its body never comes
+                self.pipeline.popleft()  # it waits in line, and its body never comes; the one before it is under way
+                return
             if self.pipeline or cycle.response_started or not cycle.more_body:
                 cycle.keep_alive = False
                 return

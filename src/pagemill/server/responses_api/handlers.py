@@ -20,7 +20,7 @@ from pagemill.server.body import unless_gone
 from pagemill.server.chat import PreparedChat, prepare_chat
 from pagemill.server.context import ServerContext, json_response
 from pagemill.server.protocol import answer_headers
-from pagemill.server.responses_api.items import Item, read_input, to_messages
+from pagemill.server.responses_api.items import Item, check_size, read_input, to_messages
 from pagemill.server.responses_api.request import EXTENSIONS, ResponsesRequest, renamed_errors
 from pagemill.server.responses_api.run import ResponseRun, response_object
 from pagemill.server.responses_api.store import StoredResponse
@@ -145,6 +145,7 @@ async def _prepared(
             f"the conversation has {len(history) + len(items)} items; the limit is {MAX_CONVERSATION}; begin a new one",
             param="previous_response_id" if history else "input",
         )
+    check_size([*history, *items])
     messages = to_messages([*history, *items], asked.instructions)
     if not messages:
         raise RequestError("input is empty; send text or at least one item", param="input")

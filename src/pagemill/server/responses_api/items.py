@@ -11,7 +11,10 @@ from typing import Any
 
 from pagemill.errors import RequestError
 
-__all__ = ["Item", "new_id", "read_input", "to_messages"]
+__all__ = ["Item", "check_size", "new_id", "read_input", "to_messages"]
+
+MAX_TEXT = 4 << 20
+"""Characters of a conversation, about what a request's body may hold."""
 
 Item = dict[str, Any]
 ROLES = {"user": "user", "system": "system", "developer": "system", "assistant": "assistant"}
@@ -80,7 +83,7 @@ def _text(item: Item, name: str, where: str) -> None:
 
 def _message(item: Item, where: str) -> Item:
     role = item.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise RequestError(f"{where}.role is {str(role)[:40]!r}; known: {', '.join(ROLES)}", param=f"{where}.role")
     content = item.get("content")
     kind = "output_text" if role == "assistant" else "input_text"
@@ -96,7 +99,7 @@ def _parts(content: Any, where: str, kind: str) -> list[Item]:
     parts = []
     for index, part in enumerate(content):
         given = part.get("type") if isinstance(part, dict) else None
-        text = part.get(TEXTS[given]) if given in TEXTS else None
+        text = part.get(TEXTS[given]) if isinstance(given, str) and given in TEXTS else None
         if not isinstance(text, str):
             raise RequestError(
                 f"{where}[{index}].type is {str(given)[:40]!r}; only text is understood: {', '.join(TEXTS)}",
@@ -111,23 +114,44 @@ def _parts(content: Any, where: str, kind: str) -> list[Item]:
 
 def to_messages(items: Sequence[Item], instructions: str | None) -> list[dict[str, Any]]:
     """Chat messages: calls and reasoning go to the assistant's turn, leading system messages become one."""
-    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    leading = [instructions] if instructions else []  # joined at the end, as texts of thousands of items may be long
+    messages: list[dict[str, Any]] = []
     for item in items:
         kind = item["type"]
         if kind == "function_call_output":
             text = item["output"] if isinstance(item["output"], str) else _joined(item["output"])
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
         elif kind == "message":
-            _add_message(messages, ROLES[item["role"]], _joined(item["content"]))
+            role, text = ROLES[item["role"]], _joined(item["content"])
+            if role == "system" and not messages:
+                leading.append(text)
+            else:
+                _add_message(messages, role, text)
         else:
             turn = _turn(messages)
             if kind == "reasoning":
-                turn["reasoning_content"] = turn.get("reasoning_content", "") + _joined(item["content"])
+                turn.setdefault("reasoning_content", []).append(_joined(item["content"]))
             else:
                 function = {"name": item["name"], "arguments": item["arguments"]}
                 call = {"id": item["call_id"], "type": "function", "function": function}
                 turn.setdefault("tool_calls", []).append(call)
-    return messages
+    for message in messages:
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "".join(message["reasoning_content"])
+    return [{"role": "system", "content": "\n\n".join(leading)}, *messages] if leading else messages
+
+
+def check_size(items: Sequence[Item]) -> None:
+    """Refuse a conversation whose items, each counted as often as it is referred to, hold more than MAX_TEXT."""
+    size = 0
+    for item in items:
+        held = item.get("content") or item.get("output") or item.get("arguments") or ""
+        size += len(held) if isinstance(held, str) else sum(len(part["text"]) for part in held)
+    if size > MAX_TEXT:
+        raise RequestError(
+            f"the conversation holds {size:,} characters; the most is {MAX_TEXT:,}; send or refer to fewer items",
+            param="input",
+        )
 
 
 def _add_message(messages: list[dict[str, Any]], role: str, text: str) -> None:
@@ -137,8 +161,6 @@ def _add_message(messages: list[dict[str, Any]], role: str, text: str) -> None:
             turn["content"] = text
         else:
             messages.append({"role": role, "content": text})
-    elif role == "system" and len(messages) == 1 and messages[0]["role"] == "system":
-        messages[0]["content"] += "\n\n" + text
     else:
         messages.append({"role": role, "content": text})
 
