@@ -80,7 +80,8 @@ def activations(kind: str, x: torch.Tensor) -> torch.Tensor:
     padded = torch.nn.functional.pad(x, (0, -k % size)).view(m, -1, size)
     absmax = padded.abs().amax(2, keepdim=True)
     scale = absmax * (1.0 / 127.0)
-    q = torch.where(absmax > 0, padded * (127.0 / absmax), 0.0).round()
+    inverse = torch.full_like(absmax, 127.0) / absmax  # 127.0 / absmax would be 127 * (1 / absmax), and round otherwise
+    q = torch.where(absmax > 0, padded * inverse, 0.0).round()
     return (q.double() * scale.double()).view(m, -1)[:, :k]
 
 
@@ -320,7 +321,7 @@ def test_token_quantisation(isa: str, k: int) -> None:
     q, scale, total = torch.empty(5, k, dtype=torch.int8), torch.empty(5, 1), torch.empty(5, 1, dtype=torch.int32)
     native.quantize_token(x, q, scale, total)
     absmax = x.abs().amax(1, keepdim=True)
-    want = torch.where(absmax > 0, x * (127.0 / absmax), 0.0).round()
+    want = torch.where(absmax > 0, x * (torch.full_like(absmax, 127.0) / absmax), 0.0).round()
     assert torch.equal(q.float(), want)
     assert torch.allclose(scale, absmax / 127.0, rtol=2e-7, atol=0)
     assert torch.equal(total, q.int().sum(1, keepdim=True, dtype=torch.int32))
@@ -336,7 +337,7 @@ def test_group_quantisation(isa: str, k: int) -> None:
     padded = torch.nn.functional.pad(x, (0, -k % 32)).view(3, groups, 32)
     absmax = padded.abs().amax(2)
     assert torch.allclose(scale, absmax / 127.0, rtol=2e-7, atol=0)
-    want = (padded * (127.0 / absmax)[:, :, None]).round()
+    want = (padded * (torch.full_like(absmax, 127.0) / absmax)[:, :, None]).round()
     assert torch.equal(q.float(), want.view(3, -1)[:, :k])
     assert torch.equal(total, want.sum(2).int())
 
