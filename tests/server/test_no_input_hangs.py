@@ -38,7 +38,7 @@ def runs(few: int, many: int) -> pytest.MarkDecorator:
 
 
 def fuzz(count: int, strategy: st.SearchStrategy[Any], read: Callable[[Any], None]) -> None:
-    # The same cases each time: a rare input found at random belongs in a test of its own, not in somebody else's change.
+    # The same cases each time: a rare input found at random belongs in a test of its own, not in another's change.
     @settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(strategy)
     def each(value: Any) -> None:
