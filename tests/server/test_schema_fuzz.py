@@ -23,7 +23,7 @@ from pagemill.model_config import PoolingConfig
 from pagemill.server.app import build_app
 from tests.server.fake_engine import FakeEngine
 
-FEW, MANY = 25, 2000
+FEW, MANY = 25, 200
 
 
 POOLED = ("/v1/embeddings", "/v1/rerank", "/v1/score")
