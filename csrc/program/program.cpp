@@ -162,7 +162,7 @@ void Program::run(const ProgramInputs& in) {
 }
 
 void Program::run_segments(Team& team, const ProgramInputs& in) {
-  const bool profiling = !seconds_.empty() && team.rank() == 0;
+  const bool profiling = profiles(team);
   for (const Segment& segment : segments_) {
     const int64_t rows = segment.rows == RowKind::tokens ? in.num_tokens : in.num_logits;
     if (rows == 0) continue;
@@ -188,7 +188,7 @@ void Program::run_segments(Team& team, const ProgramInputs& in) {
 }
 
 void Program::run_tile(Team& team, const Segment& segment, const Frame& frame) {
-  const bool profiling = !seconds_.empty() && team.rank() == 0;
+  const bool profiling = profiles(team);
   Clock::time_point before = Clock::now();
   for (size_t i = segment.begin; i < segment.end; ++i) {
     instructions_[i]->run(team, frame);

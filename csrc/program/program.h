@@ -147,6 +147,7 @@ class Program {
   int64_t place_buffers(bool whole);
   void run_segments(Team& team, const ProgramInputs& in);
   void run_tile(Team& team, const Segment& segment, const Frame& frame);
+  bool profiles(const Team& team) const { return !seconds_.empty() && team.rank() == 0; }
   int64_t rows_of(const BufferInfo& buffer) const;
 
   int64_t max_tokens_, max_logits_, tile_rows_;

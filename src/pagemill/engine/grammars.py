@@ -184,12 +184,18 @@ class TokenGrammars:
         if build is None:
             build = _Build(in_background(lambda: self._matcher(grammar)), time.monotonic())
             self._builds[grammar] = build
-            oldest = next((old for old, one in self._builds.items() if one.future.done()), None)
-            if len(self._builds) > MAX_KEPT and oldest is not None:  # requests wait for what is being built
-                del self._builds[oldest]
+            if len(self._builds) > MAX_KEPT:
+                self._forget_oldest()
         else:
             self._builds.move_to_end(grammar)
         return build
+
+    def _forget_oldest(self) -> None:
+        """Of what is built: requests wait for the rest."""
+        for grammar, build in self._builds.items():
+            if build.future.done():
+                del self._builds[grammar]
+                return
 
     def _matcher(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher

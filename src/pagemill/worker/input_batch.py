@@ -81,6 +81,17 @@ class InputBatch:
             self.block_tables[group][row, start : start + len(ids)] = ids
             self.num_blocks[group, row] = start + len(ids)
 
+    def leave(self, plan: SchedulerOutput) -> list[int]:
+        """Take away the rows of what finished or was preempted; which rows those were."""
+        left = [self.remove(request_id) for request_id in (*plan.finished_request_ids, *plan.preempted_request_ids)]
+        return [row for row in left if row is not None]
+
+    def grow(self, plan: SchedulerOutput) -> None:
+        """Add the blocks that the plan gives to requests which have a row."""
+        for request_id, blocks in zip(plan.request_ids, plan.new_block_ids, strict=True):
+            if blocks is not None:
+                self.append_blocks(self.row_of(request_id), blocks)
+
     def rows(self, plan: SchedulerOutput) -> NDArray[np.int64]:
         """The plan's rows [R], in its order; looked up anew only when the requests changed."""
         if plan.request_ids != self._last_ids:

@@ -87,16 +87,12 @@ class PoolingRunner:
     # ---- rows -------------------------------------------------------------------------------------------------------
 
     def _update_rows(self, plan: SchedulerOutput) -> None:
-        for request_id in (*plan.finished_request_ids, *plan.preempted_request_ids):
-            row = self.batch.remove(request_id)
-            if row is not None:
-                for kept in (self._sums, self._second_segments, self._firsts):
-                    kept.pop(row, None)
+        for row in self.batch.leave(plan):
+            for kept in (self._sums, self._second_segments, self._firsts):
+                kept.pop(row, None)
         for new in plan.new_rows:
             self._add(new)
-        for request_id, blocks in zip(plan.request_ids, plan.new_block_ids, strict=True):
-            if blocks is not None:
-                self.batch.append_blocks(self.batch.row_of(request_id), blocks)
+        self.batch.grow(plan)
 
     def _add(self, new: NewRow) -> None:
         row = self.batch.add(new)

@@ -159,10 +159,8 @@ def _add_message(messages: list[dict[str, Any]], role: str, text: str) -> None:
         turn = _turn(messages)
         if turn["content"] is None and "tool_calls" not in turn:
             turn["content"] = text
-        else:
-            messages.append({"role": role, "content": text})
-    else:
-        messages.append({"role": role, "content": text})
+            return
+    messages.append({"role": role, "content": text})
 
 
 def _turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
