@@ -142,6 +142,22 @@ async def test_prompts_past_the_limit_of_queued_tokens_are_refused_but_never_a_l
     await until(lambda: engine.metrics.num_open == 0)
 
 
+async def test_prompts_that_come_together_are_taken_or_refused_together(engine: AsyncLLM) -> None:
+    engine.max_num_queued_tokens = 20
+    try:
+        engine.check_room(100)  # nothing waits
+        first = await engine.submit([5] * 16, LONG, "first", has_room=True)
+        engine.check_room(4)
+        with pytest.raises(QueueFullError, match="16 tokens wait and 5 more"):
+            engine.check_room(5)
+        more = await engine.submit([6] * 15, PARAMS, "more", has_room=True)  # of those that were asked about together
+        more.close()
+        first.close()
+    finally:
+        engine.max_num_queued_tokens = None
+    await until(lambda: engine.metrics.num_open == 0)
+
+
 async def test_different_tenants_find_nothing_of_each_other_in_the_cache(engine: AsyncLLM) -> None:
     async def cached(tenant: str) -> int:
         token = CALLER.set(Caller(tenant=tenant))

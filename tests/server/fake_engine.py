@@ -17,7 +17,7 @@ import numpy as np
 from pagemill.engine.caller import CALLER, Caller
 from pagemill.engine.metrics import Metrics
 from pagemill.engine.pooling import PoolingPrompt
-from pagemill.errors import EngineDeadError, PagemillError, PromptTooLongError, RequestError
+from pagemill.errors import EngineDeadError, PagemillError, PromptTooLongError, QueueFullError, RequestError
 from pagemill.model_config import PoolingConfig
 from pagemill.models.chat_template import ChatTemplate
 from pagemill.params import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
@@ -115,6 +115,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.seen: list[tuple[list[int], SamplingParams, str]] = []
         self.num_blocks = 10
+        self.max_num_queued_tokens: int | None = None
         self.calls = 0
         self.callers: list[Caller] = []
         self.stopped = False
@@ -136,6 +137,10 @@ class FakeEngine:
         self.failure = EngineDeadError("the server is stopping")
         self.fail_after = -1
         self.gate.set()
+
+    def check_room(self, num_new: int) -> None:
+        if self.max_num_queued_tokens is not None and num_new > self.max_num_queued_tokens:
+            raise QueueFullError(f"{num_new} prompt tokens; the limit is {self.max_num_queued_tokens}", retry_after_s=1)
 
     async def pool(
         self, prompts: Sequence[PoolingPrompt], request_id: str, *, priority: int = 0, cache_salt: str | None = None
@@ -185,7 +190,9 @@ class FakeEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         output_kind: str = "delta",
+        has_room: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
+        assert has_room
         if max(prompt) >= ByteTokenizer.vocab_size:
             raise RequestError(f"the prompt holds the token id {max(prompt)}; ids are 0 to 259", param="prompt")
         self.seen.append((prompt, params, request_id))

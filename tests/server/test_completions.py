@@ -204,3 +204,16 @@ async def test_answers_fit_their_own_schema(served: Served) -> None:
     body = {"prompt": ["a", "b"], "logprobs": 2, "echo": True, "prompt_logprobs": 1, "return_token_ids": True}
     answer = await served.http.post(PATH, json=body)
     CompletionResponse.model_validate_json(answer.content, strict=True)
+
+
+async def test_prompts_of_one_request_are_queued_together_or_not_at_all(served: Served) -> None:
+    served.engine.max_num_queued_tokens = 10
+    refused = await served.http.post(PATH, json={"prompt": ["aaaa", "bbbb", "cccc"], "max_tokens": 2})
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert "15 prompt tokens" in refused.json()["error"]["message"]
+    assert not served.engine.seen
+    assert served.app.context.admission.open == 0
+    taken = await served.http.post(PATH, json={"prompt": ["aaaa", "bbbb"], "max_tokens": 2})
+    assert taken.status_code == 200
+    cut = {"prompt": ["aaaa", "bbbb", "cccc"], "max_tokens": 2, "truncate_prompt_tokens": 3}
+    assert (await served.http.post(PATH, json=cut)).status_code == 200

@@ -102,3 +102,12 @@ async def test_the_page_needs_nothing_from_outside(served: Served) -> None:
 @pytest.mark.parametrize("name", ["../app.py", "..%2fapp.py", "none.js", "__init__.py"])
 async def test_no_other_file_is_served(served: Served, name: str) -> None:
     assert (await served.http.get(f"/page/{name}")).status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/ready"])
+async def test_probes_may_ask_for_the_head_alone(served: Served, path: str) -> None:
+    answer = await served.http.head(path)
+    assert (answer.status_code, answer.content) == (200, b"")
+    served.engine.state.alive = False
+    assert (await served.http.head(path)).status_code == 503
+    assert "head" not in (await served.http.get("/openapi.json")).json()["paths"][path]

@@ -207,10 +207,12 @@ class AsyncLLM:
         cache_salt: str | None = None,
         output_kind: str = "delta",
         add_special_tokens: bool = True,
+        has_room: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one request. Closing or cancelling the generator aborts it within a step.
 
         ``output_kind``: "delta" yields what is new, "cumulative" everything so far, "final" everything once.
+        ``has_room``: :meth:`check_room` was asked for this prompt, and for those that come with it.
         """
         stream = await self.submit(
             prompt,
@@ -220,6 +222,7 @@ class AsyncLLM:
             cache_salt=cache_salt,
             output_kind=output_kind,
             add_special_tokens=add_special_tokens,
+            has_room=has_room,
         )
         try:
             async for output in stream:
@@ -237,6 +240,7 @@ class AsyncLLM:
         cache_salt: str | None = None,
         output_kind: str = "delta",
         add_special_tokens: bool = True,
+        has_room: bool = False,
     ) -> RequestStream:
         """Check a request and queue it; its errors are raised here, before anything is streamed."""
         arrival_s = time.monotonic()
@@ -260,6 +264,8 @@ class AsyncLLM:
             self._check_open(params.n)
         else:
             prepared = prepare()
+        if not has_room:
+            self.check_room(len(prepared.prompt_token_ids))
         return self._admit(prepared, OutputKind(output_kind), arrival_s, caller)
 
     async def pool(
@@ -277,6 +283,7 @@ class AsyncLLM:
 
         long = sum(len(prompt.token_ids) for prompt in prompts) > SHORT_PROMPT_CHARS
         prepared = await asyncio.to_thread(prepare) if long else prepare()
+        self.check_room(sum(len(each.prompt_token_ids) for each in prepared))
         streams: list[RequestStream] = []
         try:
             for index, each in enumerate(prepared):
@@ -307,8 +314,11 @@ class AsyncLLM:
                 retry_after_s=self.metrics.retry_after_s(time.monotonic(), completions=over),
             )
 
-    def _check_tokens(self, num_new: int) -> None:
-        """One prompt is taken however long it is, where none waits: else it would never be."""
+    def check_room(self, num_new: int) -> None:
+        """Whether prompts of so many tokens, of one caller, may join the queue: all of them or none.
+
+        Raises QueueFullError. Where no prompt waits they are taken however long they are: else they would never be.
+        """
         queued = self._output.num_queued_tokens
         if self.max_num_queued_tokens is None or not queued or queued + num_new <= self.max_num_queued_tokens:
             return
@@ -322,7 +332,6 @@ class AsyncLLM:
         )
 
     def _admit(self, prepared: PreparedRequest, kind: OutputKind, arrival_s: float, caller: Caller) -> RequestStream:
-        self._check_tokens(len(prepared.prompt_token_ids))
         stream = RequestStream(self)
         stream.state = RequestState(
             prepared,

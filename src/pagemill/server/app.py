@@ -70,14 +70,14 @@ POSTS: tuple[tuple[str, Handler, type[BaseModel], type[BaseModel]], ...] = (
     ("/tokenize", tokenization.tokenize, TokenizeRequest, TokenizeResponse),
     ("/detokenize", tokenization.detokenize, DetokenizeRequest, DetokenizeResponse),
 )
+PROBES: dict[str, Handler] = {"/health": info.health, "/ping": info.health, "/ready": info.ready}
+"""Asked by GET or HEAD."""
 GETS: tuple[tuple[str, Handler, type[BaseModel] | None], ...] = (
     ("/v1/models", info.list_models, ModelList),
     ("/v1/models/{model_id:path}", info.get_model, ModelCard),
     ("/v1/responses/{response_id}", responses.get_response, ResponseObject),
     ("/v1/responses/{response_id}/input_items", responses.list_input_items, ResponseItemList),
-    ("/health", info.health, HealthResponse),
-    ("/ping", info.health, HealthResponse),
-    ("/ready", info.ready, HealthResponse),
+    *((path, handler, HealthResponse) for path, handler in PROBES.items()),
     ("/metrics", info.metrics, None),
     ("/tokenizer_info", tokenization.tokenizer_info, TokenizerInfoResponse),
     ("/kv_blocks", info.kv_blocks, BlockMapResponse),
@@ -109,6 +109,8 @@ def build_app(engine: Engine, config: ServerConfig, keys: Keys | None = None) ->
             response_class=Response,
             **described(method, path, asked, answered),
         )
+    for path, handler in PROBES.items():  # load balancers ask without wanting a body
+        app.add_api_route(path, _bound(handler, context), methods=["HEAD"], include_in_schema=False)
     for path in ("/", "/page/{name}"):
         app.add_api_route(path, _bound(info.page_file, context), methods=["GET"], include_in_schema=False)
     app.add_exception_handler(PagemillError, _on_problem)

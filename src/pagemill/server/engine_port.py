@@ -71,7 +71,11 @@ class Engine(Protocol):
         priority: int = 0,
         cache_salt: str | None = None,
         output_kind: str = "delta",
+        has_room: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]: ...
+
+    def check_room(self, num_new: int) -> None:
+        """Whether prompts of so many tokens may join the queue; raises QueueFullError."""
 
     async def call(self, name: str, *args: Any) -> Any:
         """An admin operation of the engine, done between two steps."""

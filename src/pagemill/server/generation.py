@@ -76,6 +76,12 @@ class Job:
                     param=name,
                 )
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all prompts, as far as they are not cut."""
+        most = self.params.truncate_prompt_tokens
+        return sum(len(each.token_ids) if most is None else min(most, len(each.token_ids)) for each in self.prompts)
+
 
 class Admission:
     """Counts open sequences; one more than ``limit`` is refused, whole requests only."""
@@ -149,6 +155,7 @@ async def outputs(
     count = len(job.prompts) * job.params.n
     admission.enter(count)
     try:
+        engine.check_room(job.num_prompt_tokens)
         if job.beams is not None:
             async for item in _beams(engine, job, job.beams):
                 yield item
@@ -177,6 +184,7 @@ def _generate(engine: Engine, job: Job, index: int, request_id: str, kind: str) 
         priority=job.priority,
         cache_salt=job.cache_salt,
         output_kind=kind,
+        has_room=True,  # asked for all prompts of the job at once
     )
 
 

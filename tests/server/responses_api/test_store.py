@@ -76,3 +76,38 @@ def test_another_key_sees_nothing() -> None:
         store.delete("a", b"me")
     assert store.items_of(b"me") == {}
     assert store.items_of(b"other").keys() == {"a-item"}
+
+
+def test_a_busy_key_pushes_out_its_own_alone() -> None:
+    store = ResponseStore(max_count=10, max_bytes=100_000)
+    for index in range(4):
+        store.put(entry(f"quiet-{index}"))
+    for index in range(50):
+        store.put(entry(f"busy-{index}", owner=b"busy"))
+    assert held(store, *(f"quiet-{index}" for index in range(4))) == [f"quiet-{index}" for index in range(4)]
+    assert len(store) == 10
+    assert store.get("busy-49", b"busy")
+
+
+def test_a_key_with_large_responses_pushes_out_its_own_alone() -> None:
+    store = ResponseStore(max_count=100, max_bytes=3000)
+    store.put(entry("quiet", text="x" * 500))
+    for index in range(20):
+        store.put(entry(f"busy-{index}", text="x" * 400, owner=b"busy"))
+    assert held(store, "quiet") == ["quiet"]
+    assert store.size_bytes <= 3000
+
+
+def test_running_responses_of_a_busy_key_cost_nobody_a_finished_one() -> None:
+    store = ResponseStore(max_count=4, max_bytes=10_000)
+    store.put(entry("quiet"))
+    for index in range(8):
+        store.put(entry(f"busy-{index}", status="in_progress", owner=b"busy"))
+    assert held(store, "quiet") == ["quiet"]
+
+
+def test_room_is_made_among_keys_that_hold_the_same() -> None:
+    store = ResponseStore(max_count=3, max_bytes=10_000)
+    for owner in (b"me", b"a", b"b", b"c"):
+        store.put(entry("x", owner=owner))
+    assert len(store) == 3
