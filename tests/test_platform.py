@@ -83,6 +83,7 @@ def test_an_unlimited_cgroup_changes_nothing(tmp_path: Path) -> None:
 def test_a_quota_limits_the_threads(tmp_path: Path) -> None:
     root = write(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"})
     assert CpuPlatform(root).num_threads() == 1
+    assert CpuPlatform(root).num_cpus() == 1
 
 
 def test_two_threads_of_one_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +92,7 @@ def test_two_threads_of_one_core_count_once(tmp_path: Path, monkeypatch: pytest.
         folder = f"sys/devices/system/cpu/cpu{cpu}/topology"
         write(tmp_path, {f"{folder}/physical_package_id": "0\n", f"{folder}/core_id": f"{cpu // 2}\n"})
     assert CpuPlatform(tmp_path).num_threads() == 2
+    assert CpuPlatform(tmp_path).num_cpus() == 4
 
 
 def test_auto_takes_what_is_there() -> None:

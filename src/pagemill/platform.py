@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -47,6 +48,9 @@ class Platform(Protocol):
     def num_threads(self) -> int:
         """Physical cores that this process may use."""
 
+    def num_cpus(self) -> int:
+        """Logical processors that this process may use, the siblings of a core counted one by one."""
+
     def synchronize(self) -> None:
         """Wait for everything that was launched."""
 
@@ -78,8 +82,13 @@ class CpuPlatform:
 
     def num_threads(self) -> int:
         """Physical cores under the affinity mask, no more than the cgroup's CPU quota (rounded up)."""
-        cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-        cores = len({self._core_of(cpu) for cpu in cpus})
+        return self._within_quota(len({self._core_of(cpu) for cpu in _affinity()}))
+
+    def num_cpus(self) -> int:
+        """CPUs under the affinity mask, no more than the cgroup's CPU quota (rounded up)."""
+        return self._within_quota(len(_affinity()))
+
+    def _within_quota(self, cores: int) -> int:
         for folder in self._groups["cpu"]:
             quota = _cpu_quota(folder)
             if quota is not None:
@@ -121,6 +130,10 @@ class CudaPlatform:
         """The host's cores: they prepare the steps."""
         return CpuPlatform().num_threads()
 
+    def num_cpus(self) -> int:
+        """The host's."""
+        return CpuPlatform().num_cpus()
+
     def synchronize(self) -> None:
         """Wait for the current stream."""
         torch.cuda.current_stream(self.device).synchronize()
@@ -133,6 +146,10 @@ def select_platform(device: str) -> Platform:
     if device in ("auto", "cuda"):
         return CudaPlatform()
     raise ConfigError(f"--device={device!r} is unknown; choose one of auto, cpu, cuda")
+
+
+def _affinity() -> Collection[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def _cgroup_folders(root: Path) -> dict[str, list[Path]]:

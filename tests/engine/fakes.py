@@ -52,6 +52,7 @@ class FakeExecutor:
         self.computed: dict[str, int] = {}
         self.events: list[str] = []
         self.asynchronous = False
+        self.num_cpus, self.num_free_cpus = 1, 0
         self.closed = False
 
     def execute(self, plan: SchedulerOutput) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pagemill.core.messages import EngineOutput
+from pagemill.core.messages import EngineOutput, SchedulerOutput
+from pagemill.engine.core import NoGrammars
 from pagemill.engine.wire import Call, FromEngine, StepOutputs, StepStats, Stop, raised, reported
 from pagemill.errors import EngineError, MemoryPlanError, PromptTooLongError, RequestError
 from pagemill.params import FinishReason
@@ -29,6 +30,23 @@ def test_outputs_are_sent_at_once_or_while_the_next_forward_pass_runs(asynchrono
     while engine.core.step():
         pass
     assert events == order
+
+
+def test_masks_are_begun_before_the_forward_pass_and_taken_after_it() -> None:
+    engine = Engine()
+    events = engine.executor.events
+
+    class Watched(NoGrammars):
+        def begin(self, plan: SchedulerOutput) -> None:
+            events.append("begin")
+
+        def bitmask(self) -> None:
+            events.append("bitmask")
+
+    engine.core._grammars = Watched()
+    engine.ask([7, 4], max_tokens=2)
+    engine.finish()
+    assert events == ["begin", "execute", "bitmask", "sample"] * 2
 
 
 def test_one_message_carries_a_whole_step() -> None:

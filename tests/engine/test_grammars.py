@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pagemill import LLM, RequestOutput, SamplingParams
+from pagemill import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from pagemill.config import EngineConfig
+from pagemill.core.messages import EngineRequest, SchedulerOutput
+from pagemill.engine import grammars
+from pagemill.engine.grammar_compiler import compile_grammar
 from pagemill.errors import RequestError
+from pagemill.platform import CpuPlatform
+from tests.engine.fakes import MODEL_CONFIG
 
 SCHEMA = {
     "type": "object",
@@ -31,9 +38,15 @@ FORMS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def llm(tiny_model: Path) -> Iterator[LLM]:
-    with LLM(tiny_model, dtype="float32", num_threads=1, num_gpu_blocks_override=64, max_num_seqs=8) as running:
+OPTIONS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "num_gpu_blocks_override": 64, "max_num_seqs": 8}
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids=["no CPU free", "two CPUs free"])
+def llm(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, "num_cpus", lambda _: request.param)
+        running = LLM(tiny_model, **OPTIONS)
+    with running:
         yield running
 
 
@@ -129,3 +142,69 @@ def test_a_form_that_cannot_be_enforced_names_the_keyword_and_others_go_on(llm: 
         run(llm, [params({"json": {"type": "array", "uniqueItems": True}})])
     (output,) = run(llm, [params(FORMS[2])])
     check(FORMS[2], output.outputs[0].text)
+
+
+@pytest.mark.parametrize("num_free", [0, 2])
+def test_masks_are_there_when_the_forward_pass_ends_where_a_cpu_was_free(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, num_free: int
+) -> None:
+    monkeypatch.setattr(CpuPlatform, "num_cpus", lambda _: 1 + num_free)
+    with LLM(tiny_model, **OPTIONS) as running:
+        core = running._client.core
+        before, execute = [], core.executor.execute
+
+        def slow(plan: SchedulerOutput) -> Any:
+            forward = execute(plan)
+            filling = core._grammars._filling
+            before.append(None if filling is None else len(filling.helping))
+            for helper in filling.helping if filling is not None else []:
+                helper.result(60)
+                assert next(filling.left, None) is None
+            return forward
+
+        monkeypatch.setattr(core.executor, "execute", slow)
+        outputs = run(running, [params(form) for form in FORMS * 2])
+    for form, output in zip(FORMS * 2, outputs, strict=True):
+        check(form, output.outputs[0].text)
+    assert max(count for count in before if count is not None) == num_free
+
+
+def test_a_builder_has_a_limit_of_processor_time_and_none_of_patience(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that is stopped for an hour refuses nothing; a builder that computes too long is given up."""
+    now_s = 0.0
+    monkeypatch.setattr(grammars.time, "monotonic", lambda: now_s)
+    go_on = threading.Event()
+
+    class Waiting(grammars.TokenGrammars):
+        def _matcher(self, grammar: str) -> Any:
+            while not go_on.is_set() and grammar == "busy":
+                pass
+            go_on.wait(60)
+            return super()._matcher(grammar)
+
+    config = EngineConfig(model=str(tiny_model))
+    waiting = Waiting(config, MODEL_CONFIG, num_cpus=1, num_free_cpus=0)
+
+    def request(grammar: str) -> EngineRequest:
+        structured = StructuredOutputsParams(llguidance=grammar)
+        asked = SamplingParams.create(structured_outputs=structured)
+        return EngineRequest(request_id="r", prompt_token_ids=[5], params=asked, max_tokens=3, arrival_time_s=0.0)
+
+    grammar = compile_grammar(StructuredOutputsParams(regex="ab"))
+    patient = request(grammar)
+    assert not waiting.ready(patient)
+    now_s = 3600.0
+    assert not waiting.ready(patient)
+    monkeypatch.setattr(grammars, "BUILD_LIMIT_S", 0.01)
+
+    def wait_for(grammar: str) -> None:
+        while not waiting.ready(request(grammar)):
+            waiting.wait()
+
+    with pytest.raises(RequestError, match="processor time"):
+        wait_for("busy")
+    assert not waiting.ready(patient)
+    go_on.set()
+    wait_for(grammar)

@@ -1,9 +1,9 @@
 """The engine's heart: one step after another, as design.md draws it.
 
-Owns the order of effects in a step: take in what the front sent, schedule, forward pass, sample, accept tokens, send
-what was produced. Where the executor is asynchronous, sending waits for the next forward pass and hides under it. Must
-not know sockets, text or devices: messages come from ``inbox``, outputs go to ``sink``, tensors stay behind the
-executor.
+Owns the order of effects in a step: take in what the front sent, schedule, begin the masks, forward pass, take the
+masks, sample, accept tokens, send what was produced. Where the executor is asynchronous, sending waits for the next
+forward pass and hides under it. Must not know sockets, text or devices: messages come from ``inbox``, outputs go to
+``sink``, tensors stay behind the executor.
 """
 
 from __future__ import annotations
@@ -51,8 +51,11 @@ class Grammars(Protocol):
     def wait(self) -> None:
         """Until a grammar may be built, or a few milliseconds."""
 
-    def bitmask(self, plan: SchedulerOutput) -> Any:
-        """Allowed tokens per row of ``plan``, or None where nothing is constrained."""
+    def begin(self, plan: SchedulerOutput) -> None:
+        """Start on the masks of a plan whose forward pass comes next."""
+
+    def bitmask(self) -> Any:
+        """Allowed tokens per row of the plan, or None where nothing is constrained."""
 
     def accept(self, outputs: list[EngineOutput]) -> None:
         """Take in the tokens that were accepted."""
@@ -68,7 +71,10 @@ class NoGrammars:
     def wait(self) -> None:
         """Nothing is ever built."""
 
-    def bitmask(self, plan: SchedulerOutput) -> None:
+    def begin(self, plan: SchedulerOutput) -> None:
+        """No row is constrained."""
+
+    def bitmask(self) -> None:
         """No row is constrained."""
 
     def accept(self, outputs: list[EngineOutput]) -> None:
@@ -125,7 +131,9 @@ class EngineCore:
             enable_prefix_caching=config.enable_prefix_caching and causal,
             whole_prompts=not causal,
         )
-        grammars = TokenGrammars(config, executor.model_config)
+        grammars = TokenGrammars(
+            config, executor.model_config, num_cpus=executor.num_cpus, num_free_cpus=executor.num_free_cpus
+        )
         return cls(scheduler, executor, inbox=inbox, sink=sink, grammars=grammars)
 
     def step(self) -> bool:
@@ -142,9 +150,10 @@ class EngineCore:
                 return False
             self._grammars.wait()
             return True
+        self._grammars.begin(plan)
         forward = self.executor.execute(plan)
         self.flush()
-        mask = self._grammars.bitmask(plan)
+        mask = self._grammars.bitmask()
         result = self.executor.sample(plan, mask, forward)
         done_s = self._clock()
         outputs = self.scheduler.update(plan, result, done_s)

@@ -1,124 +1,141 @@
 """The front's half of structured output: what a caller wrote becomes one llguidance grammar, checked within bounds.
 
-Owns the forms that are understood (JSON schema, regular expression, choice, grammar), their limits in size and time,
-and the errors that name what cannot be enforced. Must not know tokens: the engine's half (grammars.py) builds the
-matcher from the text made here. Whatever is accepted here is enforced; nothing of a schema is passed over in silence,
-unless ``lenient`` asks for that.
+Owns which form is given, the limit of its length, the cache, and the processes that check (grammar_check.py), which it
+starts with the first grammar and anew when one was ended. Whatever is accepted here is enforced; nothing of a schema is
+passed over in silence, unless ``lenient`` asks for that.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
+import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from pathlib import Path
 
-from pagemill.engine.json_schemas import closed
-from pagemill.engine.lark import after_thought, tagged_text
-from pagemill.errors import RequestError
+import msgspec
+
+from pagemill.engine.grammar_check import (
+    COMPILE_LIMIT_S,
+    Answer,
+    Options,
+    Order,
+    one_line,
+    read_frame,
+    write_frame,
+)
+from pagemill.errors import QueueFullError, RequestError
 from pagemill.params import StructuredOutputsParams
 
-__all__ = ["COMPILE_LIMIT_S", "compile_grammar", "in_background"]
+__all__ = ["MAX_CHARS", "compile_grammar"]
 
-COMPILE_LIMIT_S = 1.0
 MAX_CHARS = 256 * 1024
 """Longest schema, expression, choice list or grammar."""
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"
-"""Between two tokens of JSON; small models would go on with blanks for ever."""
-MAX_COMPILING = 4
+MAX_COMPILING = 2
 """Compilations at once."""
-
-T = TypeVar("T")
-
-_slots = threading.BoundedSemaphore(MAX_COMPILING)
-
-
-def in_background(work: Callable[[], T]) -> Future[T]:
-    """Run ``work`` in a thread that does not keep the process alive."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  (a panic of the Rust library is no Exception)
-            future.set_exception(error if isinstance(error, Exception) else RequestError(_line(error)))
-
-    threading.Thread(target=run, name="pagemill-grammar", daemon=True).start()
-    return future
-
-
-@dataclass(frozen=True)
-class _Options:
-    """How a form is meant, beside its text."""
-
-    compact: bool
-    lenient: bool
-    thought: tuple[str, str] | None
-
-    def of_json(self) -> dict[str, bool | str]:
-        """llguidance's options of a JSON schema."""
-        options: dict[str, bool | str] = {
-            "whitespace_flexible": not self.compact,
-            "lenient": self.lenient,
-            "coerce_one_of": self.lenient,
-        }
-        return options if self.compact else options | {"whitespace_pattern": WHITESPACE}
-
-    def guided(self, schema: Any) -> Any:
-        """A schema within another grammar: it carries its options itself."""
-        schema = {} if schema is True else schema
-        if not isinstance(schema, dict):
-            raise ValueError("a schema is an object")
-        return closed(schema) | {"x-guidance": self.of_json()}
-
-
-def _tags(value: Any) -> tuple[list[tuple[str, Any, str]], list[str]]:
-    """vLLM's structural tag, its parts checked."""
-    structures = value.get("structures") if isinstance(value, dict) else None
-    triggers = value.get("triggers") if isinstance(value, dict) else None
-    if not isinstance(structures, list) or not isinstance(triggers, list) or not structures:
-        raise ValueError("it needs a list of structures and a list of triggers")
-    if not all(isinstance(trigger, str) and trigger for trigger in triggers):
-        raise ValueError("a trigger is a string that is not empty")
-    tags = []
-    for each in structures:
-        if not isinstance(each, dict) or not all(isinstance(each.get(name), str) for name in ("begin", "end")):
-            raise ValueError("a structure has begin, schema and end")
-        if not any(each["begin"].startswith(trigger) for trigger in triggers):
-            raise ValueError(f"{each['begin'][:40]!r} begins with none of the triggers")
-        tags.append((each["begin"], each.get("schema", {}), each["end"]))
-    return tags, triggers
+MAX_WAIT_S = 10.0
+"""For one of them to be done."""
 
 
 def compile_grammar(asked: StructuredOutputsParams) -> str:
-    """The llguidance grammar for a verified ``asked``; RequestError names what is wrong. Blocks up to the limit."""
+    """The llguidance grammar for a verified ``asked``; RequestError names what is wrong. Blocks while it compiles."""
     form, text = _form(asked)
     if len(text) > MAX_CHARS:
         raise RequestError(
             f"structured_outputs: the {form} has {len(text)} characters; at most {MAX_CHARS} are taken",
             param="structured_outputs",
         )
-    return _compiled(form, text, _Options(asked.disable_any_whitespace, asked.lenient, asked.thought))
+    try:
+        order = msgspec.msgpack.encode(
+            Order(form, text, Options(asked.disable_any_whitespace, asked.lenient, asked.thought))
+        )
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"structured_outputs: the {form} is no text: {one_line(error)}", param="structured_outputs"
+        ) from None
+    answer = _answer(order)
+    if answer.error is not None:
+        raise RequestError(
+            f"structured_outputs: the {form} cannot be enforced: {answer.error}", param="structured_outputs"
+        )
+    return answer.grammar
 
 
 @lru_cache(maxsize=256)
-def _compiled(form: str, text: str, options: _Options) -> str:
-    if not _slots.acquire(timeout=COMPILE_LIMIT_S):
-        raise RequestError(
-            f"{MAX_COMPILING} grammars are being compiled; try again in a moment", param="structured_outputs"
+def _answer(order: bytes) -> Answer:
+    return _checkers.ask(order)
+
+
+class _Checker:
+    """A child that checks grammars, and the pipes to it."""
+
+    def __init__(self) -> None:
+        package_root = str(Path(__file__).resolve().parents[2])
+        code = (
+            f"import sys; sys.path.insert(0, {package_root!r}); from pagemill.engine.grammar_check import main; main()"
         )
-    future = in_background(lambda: _checked(form, text, options))
-    future.add_done_callback(lambda _: _slots.release())
-    try:
-        return future.result(COMPILE_LIMIT_S)
-    except TimeoutError:
-        raise RequestError(
-            f"structured_outputs: the {form} took more than {COMPILE_LIMIT_S:g} s to compile; make it simpler",
-            param="structured_outputs",
-        ) from None
+        command = [sys.executable, "-c", code]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
+
+    def ask(self, order: bytes) -> Answer | None:
+        """The child's answer, None where the order ended it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            write_frame(self._process.stdin, order)
+        except BrokenPipeError:
+            return None
+        frame = read_frame(self._process.stdout)
+        return None if frame is None else msgspec.msgpack.decode(frame, type=Answer)
+
+    def close(self) -> int:
+        """End the child; its exit code, negative for a signal."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        return self._process.wait()
+
+
+class _Checkers:
+    """As many children as there were compilations at once."""
+
+    def __init__(self) -> None:
+        self._slots = threading.BoundedSemaphore(MAX_COMPILING)
+        self._idle: list[_Checker] = []
+        atexit.register(self.close)
+
+    def ask(self, order: bytes) -> Answer:
+        """Have an order answered; one that ends its child is too complex."""
+        if not self._slots.acquire(timeout=MAX_WAIT_S):
+            raise QueueFullError(f"{MAX_COMPILING} grammars are being compiled and others wait; try again in a moment")
+        try:
+            for _ in range(2):  # the first may have been ended from outside
+                checker = self._idle.pop() if self._idle else _Checker()
+                answer = checker.ask(order)
+                if answer is not None:
+                    self._idle.append(checker)
+                    return answer
+                exit_code = checker.close()
+                if exit_code == -signal.SIGPROF:
+                    return Answer(
+                        error=f"it took more than {COMPILE_LIMIT_S:g} s of processor time to compile; make it simpler"
+                    )
+            return Answer(error=f"it is too complex for the compiler (exit code {exit_code}); make it simpler")
+        finally:
+            self._slots.release()
+
+    def close(self) -> None:
+        """End the children that have nothing to do."""
+        while self._idle:
+            self._idle.pop().close()
+
+
+_checkers = _Checkers()
 
 
 def _form(asked: StructuredOutputsParams) -> tuple[str, str]:
@@ -129,7 +146,7 @@ def _form(asked: StructuredOutputsParams) -> tuple[str, str]:
         try:
             return "JSON schema", asked.json if isinstance(asked.json, str) else json.dumps(asked.json)
         except (RecursionError, TypeError, ValueError) as error:
-            raise RequestError(f"the JSON schema is no JSON: {_line(error)}", param="structured_outputs") from None
+            raise RequestError(f"the JSON schema is no JSON: {one_line(error)}", param="structured_outputs") from None
     if asked.structural_tag is not None:
         tag = asked.structural_tag
         return "structural tag", tag if isinstance(tag, str) else json.dumps(tag)
@@ -140,52 +157,3 @@ def _form(asked: StructuredOutputsParams) -> tuple[str, str]:
         if text is not None:
             return form, text
     raise AssertionError("a verified StructuredOutputsParams has one form")
-
-
-def _checked(form: str, text: str, options: _Options) -> str:
-    from llguidance import LLMatcher  # only who asks for a grammar pays for the import
-
-    try:
-        grammar = _translated(form, text, options)
-        failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
-    except (ValueError, RecursionError) as error:
-        failed, messages, grammar = True, [_line(error)], ""
-    if failed:
-        raise RequestError(
-            f"structured_outputs: the {form} cannot be enforced: {_line(messages[0])}", param="structured_outputs"
-        )
-    return grammar
-
-
-def _translated(form: str, text: str, options: _Options) -> str:
-    from llguidance import LLMatcher, grammar_from, regex_to_lark
-
-    if form == "JSON schema":
-        schema = json.loads(text)
-        if not isinstance(schema, dict | bool):
-            raise ValueError("a schema is an object")
-        if options.thought is None:
-            return LLMatcher.grammar_from_json_schema(closed(schema), overrides=options.of_json())  # type: ignore[arg-type]
-        return LLMatcher.grammar_from_lark(after_thought(options.guided(schema), options.thought))
-    if form == "structural tag":
-        tags, triggers = _tags(json.loads(text))
-        guided = [(begin, options.guided(schema), end) for begin, schema, end in tags]
-        return LLMatcher.grammar_from_lark(tagged_text(guided, triggers, options.thought))
-    if form == "choice":
-        return LLMatcher.grammar_from_regex("|".join(map(_escaped, json.loads(text))))
-    if form == "regex":
-        return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(text, use_ascii='d')}/")
-    return grammar_from("grammar" if form == "grammar" else "llguidance", text)
-
-
-def _escaped(text: str) -> str:
-    """A literal within a regular expression."""
-    return "".join("\\" + character if character in _SPECIAL else character for character in text)
-
-
-_SPECIAL = frozenset("\\.+*?()|[]{}^$#&-~/")
-
-
-def _line(error: object) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= 400 else text[:400] + "…"

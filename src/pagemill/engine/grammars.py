@@ -4,14 +4,18 @@ Owns one matcher per constrained row that is running, a side table beside the sc
 function of the grammar and the output tokens alone: it is dropped with its row (end, abort, preemption) and built anew
 when the request resumes. Grammars are built in threads of their own, once per text; a request waits outside the queue
 until its grammar is there. Must not sample or know text: it fills bitmasks, the sampler applies them.
+
+A mask depends on the tokens that were accepted before its step, so it is computed while the forward pass runs, by
+threads on the CPUs that the pass leaves free. Where it leaves none they would take a core from the kernels' team, and
+the whole team would wait at the next barrier: there the masks come after the pass, on all cores.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,7 +25,7 @@ from numpy.typing import NDArray
 
 from pagemill.config import EngineConfig
 from pagemill.core.messages import EngineOutput, EngineRequest, NewRow, SchedulerOutput, ending_token_ids
-from pagemill.engine.grammar_compiler import in_background
+from pagemill.engine.grammar_check import limits, one_line
 from pagemill.errors import RequestError
 from pagemill.model_config import ModelConfig
 from pagemill.params import StructuredOutputsParams
@@ -32,7 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["TokenGrammars"]
 
 BUILD_LIMIT_S = 10.0
-"""For a grammar that the front has checked: the first one also opens the tokenizer."""
+"""Processor time of a builder. The last resort: the front has checked the grammar within a tenth of it; the first build
+also opens the tokenizer."""
 MAX_KEPT = 256
 """Grammars kept for the next request with the same text."""
 WAIT_S = 0.005
@@ -55,16 +60,51 @@ class _Row:
     """Why no token can be allowed any more."""
 
 
-@dataclass(slots=True, eq=False)
 class _Build:
-    future: Future[LLMatcher]
-    start_s: float
+    """A grammar, built in a thread that does not keep the process alive."""
+
+    def __init__(self, work: Callable[[], LLMatcher]) -> None:
+        self.future: Future[LLMatcher] = Future()
+        self._clock_id: int | None = None
+        threading.Thread(target=self._run, args=(work,), name="pagemill-grammar", daemon=True).start()
+
+    def _run(self, work: Callable[[], LLMatcher]) -> None:
+        self._clock_id = time.pthread_getcpuclockid(threading.get_ident())
+        try:
+            self.future.set_result(work())
+        except BaseException as error:  # noqa: BLE001  (a panic of the Rust library is no Exception)
+            self.future.set_exception(error if isinstance(error, Exception) else RequestError(one_line(error)))
+
+    def cpu_s(self) -> float:
+        """Processor time that the thread has used; waiting for a busy machine is not counted."""
+        try:
+            return 0.0 if self._clock_id is None else time.clock_gettime(self._clock_id)
+        except OSError:  # the thread has ended
+            return 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Filling:
+    """The masks of one step, while they are computed."""
+
+    mask: NDArray[np.int32]  # [rows of the plan, ceil(V / 32)]
+    due: list[tuple[int, _Row]]
+    left: Iterator[tuple[int, _Row]]
+    """Taking the next is one step of the interpreter, so no two threads get the same."""
+    helping: list[Future[None]]
+
+    def work(self) -> None:
+        """Write the masks that nobody has taken yet."""
+        width_bytes = self.mask.shape[1] * 4
+        for index, row in self.left:
+            row.matcher.unsafe_compute_mask_ptr(self.mask.ctypes.data + index * width_bytes, width_bytes)
 
 
 class TokenGrammars:
     """:class:`~pagemill.engine.core.Grammars` by llguidance."""
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, *, num_cpus: int, num_free_cpus: int) -> None:
+        """``num_free_cpus``: those of ``num_cpus`` that a forward pass leaves idle."""
         self._config = config
         self._vocab_size = model_config.vocab_size
         self._eos_token_ids = model_config.eos_token_ids
@@ -73,7 +113,9 @@ class TokenGrammars:
         self._lock = threading.Lock()
         self._opened: LLTokenizer | None = None
         self._mask = np.empty((0, 0), np.int32)  # [rows, ceil(V / 32)], reused
-        self._num_threads = min(len(os.sched_getaffinity(0)), MAX_THREADS)
+        self._filling: _Filling | None = None
+        self._num_threads_under = min(num_free_cpus, MAX_THREADS)
+        self._num_threads_after = min(num_cpus, MAX_THREADS)
         self._helpers = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="pagemill-mask")
 
     def ready(self, request: EngineRequest) -> bool:
@@ -81,9 +123,9 @@ class TokenGrammars:
         grammar = _grammar(request.params.structured_outputs)
         build = self._build(grammar)
         if not build.future.done():
-            if time.monotonic() - build.start_s > BUILD_LIMIT_S:
+            if build.cpu_s() > BUILD_LIMIT_S:
                 raise RequestError(
-                    f"the grammar took more than {BUILD_LIMIT_S:g} s to build; make it simpler",
+                    f"the grammar took more than {BUILD_LIMIT_S:g} s of processor time to build; make it simpler",
                     param="structured_outputs",
                 )
             return False
@@ -96,8 +138,9 @@ class TokenGrammars:
         """Until a grammar is built, at most a few milliseconds."""
         wait([build.future for build in self._builds.values() if not build.future.done()], WAIT_S, "FIRST_COMPLETED")
 
-    def bitmask(self, plan: SchedulerOutput) -> NDArray[np.int32] | None:
-        """Allowed tokens by bit, int32 [rows of the plan, ceil(V / 32)]; all ones where a row is not constrained."""
+    def begin(self, plan: SchedulerOutput) -> None:
+        """Take in a step's rows and, where CPUs are free, start on their masks."""
+        self._filling = None
         if self._rows:
             for request_id in (*plan.finished_request_ids, *plan.preempted_request_ids):
                 self._rows.pop(request_id, None)
@@ -105,7 +148,7 @@ class TokenGrammars:
             if new.params.structured_outputs is not None:
                 self._rows[new.request_id] = self._row(new, new.params.structured_outputs)
         if not self._rows:
-            return None
+            return
         due: list[tuple[int, _Row]] = []
         for index, (request_id, count) in enumerate(zip(plan.request_ids, plan.num_new_tokens, strict=True)):
             row = self._rows.get(request_id)
@@ -113,7 +156,28 @@ class TokenGrammars:
                 row.pending -= count
                 if row.pending == 0:
                     due.append((index, row))
-        return self._fill(len(plan.request_ids), due) if due else None
+        if due:
+            self._filling = _Filling(self._ones(len(plan.request_ids)), due, iter(due), [])
+            if self._num_threads_under:
+                self._help(self._filling, max(1, min(self._num_threads_under, len(due) // ROWS_OF_A_THREAD)))
+
+    def bitmask(self) -> NDArray[np.int32] | None:
+        """Allowed tokens by bit, int32 [rows of the plan, ceil(V / 32)]; all ones where a row is not constrained."""
+        filling, self._filling = self._filling, None
+        if filling is None:
+            return None
+        if not filling.helping:
+            self._help(filling, min(self._num_threads_after, len(filling.due) // ROWS_OF_A_THREAD) - 1)
+        filling.work()
+        for helper in filling.helping:
+            helper.result()
+        for index, row in filling.due:
+            if row.matcher.is_error():
+                row.error = one_line(row.matcher.get_error())
+                filling.mask[index] = 0
+            elif row.num_output_tokens < row.min_tokens and not row.matcher.is_stopped():
+                _forbid_where_others_are_left(filling.mask[index], row.ending)
+        return filling.mask
 
     def accept(self, outputs: list[EngineOutput]) -> None:
         """Advance the matchers; say of a row that had no token left why."""
@@ -133,37 +197,20 @@ class TokenGrammars:
                 row.pending += len(output.new_token_ids)
                 row.num_output_tokens += len(output.new_token_ids)
 
-    def _fill(self, num_rows: int, due: list[tuple[int, _Row]]) -> NDArray[np.int32]:
-        width = (self._vocab_size + 31) // 32
+    def _ones(self, num_rows: int) -> NDArray[np.int32]:
+        """A mask that allows everything, int32 [num_rows, ceil(V / 32)]."""
         if len(self._mask) < num_rows:
-            self._mask = np.empty((num_rows, width), np.int32)
+            self._mask = np.empty((num_rows, (self._vocab_size + 31) // 32), np.int32)
         mask = self._mask[:num_rows]
         mask.fill(-1)
-        self._compute([(row.matcher, mask.ctypes.data + index * width * 4) for index, row in due], width * 4)
-        for index, row in due:
-            if row.matcher.is_error():
-                row.error = " ".join(row.matcher.get_error().split())[:300]
-                mask[index] = 0
-            elif row.num_output_tokens < row.min_tokens and not row.matcher.is_stopped():
-                _forbid_where_others_are_left(mask[index], row.ending)
         return mask
 
-    def _compute(self, matchers: list[tuple[LLMatcher, int]], width_bytes: int) -> None:
-        """Write each matcher's mask to its address. Several threads take one after another; this is one of them.
+    def _help(self, filling: _Filling, num_threads: int) -> None:
+        """Let threads take one mask after another.
 
         llguidance's own executor took 1.2 ms for 32 rows on two cores where this takes 0.7.
         """
-        left = iter(matchers)  # taking the next is one step of the interpreter, so no two threads get the same
-
-        def work() -> None:
-            for matcher, address in left:
-                matcher.unsafe_compute_mask_ptr(address, width_bytes)
-
-        count = min(self._num_threads, len(matchers) // ROWS_OF_A_THREAD)
-        helping = [self._helpers.submit(work) for _ in range(count - 1)]
-        work()
-        for helper in helping:
-            helper.result()
+        filling.helping += [self._helpers.submit(filling.work) for _ in range(num_threads)]
 
     def _row(self, new: NewRow, structured: StructuredOutputsParams) -> _Row:
         """A matcher that has seen what the request had produced."""
@@ -182,7 +229,7 @@ class TokenGrammars:
     def _build(self, grammar: str) -> _Build:
         build = self._builds.get(grammar)
         if build is None:
-            build = _Build(in_background(lambda: self._matcher(grammar)), time.monotonic())
+            build = _Build(lambda: self._matcher(grammar))
             self._builds[grammar] = build
             if len(self._builds) > MAX_KEPT:
                 self._forget_oldest()
@@ -202,11 +249,9 @@ class TokenGrammars:
 
         with self._lock:  # many may come at once; the first opens the tokenizer
             tokenizer = self._opened = self._opened or self._open_tokenizer()
-        matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
         if matcher.is_error():
-            raise RequestError(
-                f"structured_outputs: {' '.join(matcher.get_error().split())[:400]}", param="structured_outputs"
-            )
+            raise RequestError(f"structured_outputs: {one_line(matcher.get_error())}", param="structured_outputs")
         return matcher
 
     def _open_tokenizer(self) -> LLTokenizer:

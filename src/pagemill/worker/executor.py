@@ -64,6 +64,10 @@ class Executor(Protocol):
     source: ModelSource
     asynchronous: bool
     """Whether :meth:`execute` returns before the forward pass is done."""
+    num_cpus: int
+    """That this process may use."""
+    num_free_cpus: int
+    """Of those, how many a forward pass leaves idle."""
 
     def execute(self, plan: SchedulerOutput) -> Any:
         """Start the forward pass; returns a handle for :meth:`sample`."""
@@ -103,14 +107,19 @@ class InprocExecutor:
         source: ModelSource,
         model_config: ModelConfig,
         memory_plan: MemoryPlan,
+        num_cpus: int,
+        num_threads: int,
         start_times_s: dict[str, float],
     ) -> None:
+        """``num_threads``: that a forward pass keeps busy."""
         self._runner: Runner | None = runner
         self.source = source
         self.model_config = model_config
         self.memory_plan = memory_plan
         self.kv_specs = memory_plan.specs
         self.max_model_len = memory_plan.max_model_len
+        self.num_cpus = num_cpus
+        self.num_free_cpus = max(0, num_cpus - num_threads)
         self.start_times_s = start_times_s
         """Seconds that each phase of the start took."""
         self._functions = {"start_times_s": lambda: self.start_times_s, "memory_plan": self.memory_plan.render}
@@ -128,7 +137,7 @@ class InprocExecutor:
             quantized = _is_quantized(checkpoint)
         native = _use_native(config, platform)
         with phases("load"):
-            _set_threads(config, platform, native)
+            num_threads = _set_threads(config, platform, native)
             loading = config if native or not quantized else _plain_where_it_fits(config, checkpoint, memory)
             model = load_model(checkpoint, loading, native=native, device=platform.device)
             checkpoint.close()
@@ -163,7 +172,15 @@ class InprocExecutor:
             runner.warm_up()
             platform.synchronize()
         log.info("started in %s", phases)
-        return cls(runner, source=source, model_config=model.config, memory_plan=plan, start_times_s=phases.seconds)
+        return cls(
+            runner,
+            source=source,
+            model_config=model.config,
+            memory_plan=plan,
+            num_cpus=platform.num_cpus(),
+            num_threads=num_threads,
+            start_times_s=phases.seconds,
+        )
 
     def execute(self, plan: SchedulerOutput) -> Any:
         """Run the forward pass."""
@@ -260,8 +277,8 @@ def _why_not_native(config: EngineConfig, platform: Platform) -> str | None:
     return None
 
 
-def _set_threads(config: EngineConfig, platform: Platform, native: bool) -> None:
-    """One pool does the work, PyTorch's or the native one; two would fight over the cores."""
+def _set_threads(config: EngineConfig, platform: Platform, native: bool) -> int:
+    """One pool does the work, PyTorch's or the native one; two would fight over the cores. Returns how many it has."""
     threads = config.num_threads or platform.num_threads()
     torch.set_num_threads(1 if native else threads)
     if native:
@@ -270,6 +287,7 @@ def _set_threads(config: EngineConfig, platform: Platform, native: bool) -> None
         if isa := isa_override():
             library.set_isa(isa)
         log.info("%d threads, instruction set %s", threads, library.isa())
+    return threads if platform.name == "cpu" else 1
 
 
 def _is_quantized(checkpoint: Checkpoint) -> bool:
