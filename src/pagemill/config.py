@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pagemill.errors import ConfigError
+from pagemill.params import LOGPROBS_MODES
 
 __all__ = ["EngineConfig", "Flag", "ServerConfig", "cache_dir", "docstrings", "flags", "offline"]
 
@@ -89,6 +90,9 @@ class EngineConfig:
     """JSON with pooling_type (CLS, LAST, MEAN) and normalize, in place of what the model's files say."""
     max_logprobs: int = knob(20, low=0, high=20)
     """Most logprobs a request may ask for."""
+    logprobs_mode: str = knob("raw_logprobs", choices=LOGPROBS_MODES)
+    """What logprobs tell: raw, the model's own, or processed, after penalties, masks, temperature and filters; log
+    probabilities or the logits themselves."""
     swap_space: float = knob(0.0, low=0.0)
     """GiB of host memory behind the KV cache. Not used on a CPU, where KV is in host memory already."""
 
@@ -132,6 +136,8 @@ class ServerConfig:
     """How the model writes tool calls. auto: as its chat template says."""
     reasoning_parser: str = knob("auto", choices=REASONING_PARSERS)
     """How the model marks what it thinks before it answers. auto: as its chat template says; none: leave it in."""
+    return_tokens_as_token_ids: bool = knob(False)
+    """Write the tokens of logprobs as token_id:N, so that every one can be told apart."""
     max_body_bytes: int = knob(4 * 1024 * 1024, low=1024)
     """Largest request body."""
     h11_max_incomplete_event_size: int = knob(64 * 1024, low=1024)

@@ -31,6 +31,8 @@ __all__ = [
 ]
 
 MAX_LOGPROBS = 20
+LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+"""raw: the model's own; processed: after penalties, masks, temperature and filters. Every second one is of logits."""
 MAX_N = 128
 MAX_SEED = 2**64 - 1
 MAX_STRINGS = 1000
@@ -72,6 +74,10 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     """A grammar in llguidance's own JSON: what the front makes of the others."""
     disable_any_whitespace: bool = False
     """No whitespace between the tokens of JSON."""
+    whitespace_pattern: str | None = None
+    """A regular expression for the whitespace between the tokens of JSON. Default: at most eight blanks."""
+    disable_additional_properties: bool = False
+    """What holds anyway: an object gets no properties but those that its schema lists."""
     lenient: bool = False
     """Pass over what of a JSON schema cannot be enforced, instead of refusing it."""
     min_tokens: int = 0
@@ -86,6 +92,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
             "grammar": str,
             "llguidance": str,
             "structural_tag": str | dict,
+            "whitespace_pattern": str,
         }
         given = [name for name in types if getattr(self, name) is not None]
         for name in given:
@@ -94,7 +101,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
                     f"structured_outputs.{name} has the wrong type {type(getattr(self, name)).__name__}",
                     param="structured_outputs",
                 )
-        given += ["json_object"] if self.json_object else []
+        given = [name for name in given if name != "whitespace_pattern"] + (["json_object"] if self.json_object else [])
         if len(given) != 1:
             raise RequestError(
                 "structured_outputs needs exactly one of json, regex, choice, grammar, json_object and structural_tag;"
@@ -166,7 +173,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words: tuple[str, ...] = ()
     """Strings that must not be produced."""
     logprobs: int | None = None
-    """Report the chosen token's log probability and this many of the best, 0 to 20. Before any filter."""
+    """Report the chosen token's log probability and this many of the best, 0 to 20."""
+    logprob_token_ids: tuple[int, ...] | None = None
+    """Report these tokens, at most 20, in place of the best. Needs ``logprobs``."""
+    logprobs_mode: str | None = None
+    """What is reported: raw_logprobs, raw_logits, processed_logprobs or processed_logits. Default: the engine's."""
     prompt_logprobs: int | None = None
     """The same for every prompt token after the first."""
     skip_special_tokens: bool = True
@@ -176,7 +187,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     detokenize: bool = True
     """Produce text. Off: token ids only; stop strings need it on."""
     truncate_prompt_tokens: int | None = None
-    """Keep only this many of the prompt's last tokens. Nothing is ever cut without it."""
+    """Keep only this many of the prompt's tokens; -1: as many as leave room for ``max_tokens``. Nothing is ever cut
+    without it."""
+    truncation_side: str = "left"
+    """Where it cuts: left keeps the last tokens, right the first."""
     structured_outputs: StructuredOutputsParams | None = None
     """Constrains the output to a JSON schema, a regular expression, a choice or a grammar."""
 
@@ -186,10 +200,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("stop", "bad_words"):
             if isinstance(values.get(name), str):
                 values[name] = (values[name],)
-        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logprob_token_ids"):
             if isinstance(values.get(name), list):
                 values[name] = tuple(values[name])
-            elif values.get(name, 0) is None and name != "allowed_token_ids":
+            elif values.get(name, 0) is None and name not in ("allowed_token_ids", "logprob_token_ids"):
                 values[name] = ()
         structured = values.get("structured_outputs")
         if isinstance(structured, dict):
@@ -225,6 +239,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                     "allowed_token_ids and structured_outputs exclude each other; leave one out",
                     param="allowed_token_ids",
                 )
+        for name, choices in (("logprobs_mode", LOGPROBS_MODES), ("truncation_side", ("left", "right"))):
+            if getattr(self, name) is not None and getattr(self, name) not in choices:
+                raise RequestError(f"{name}={getattr(self, name)!r} is none of {', '.join(choices)}", param=name)
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError(
+                "truncate_prompt_tokens=0 leaves no prompt; it must be -1, or at least 1",
+                param="truncate_prompt_tokens",
+            )
         self._verify_collections()
 
     def _verify_collections(self) -> None:
@@ -235,13 +257,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                     raise RequestError(f"{name} holds {text!r}; each entry must be a non-empty string", param=name)
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True; use stop_token_ids instead", param="stop")
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             for token in getattr(self, name) or ():
                 _check_int(name, token, 0, 2**31 - 1)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError(
                 "allowed_token_ids is empty; name at least one token or leave it out", param="allowed_token_ids"
             )
+        if self.logprob_token_ids is not None:
+            if self.logprobs is None:
+                raise RequestError("logprob_token_ids needs logprobs", param="logprob_token_ids")
+            if len(self.logprob_token_ids) > MAX_LOGPROBS:
+                raise RequestError(
+                    f"logprob_token_ids has {len(self.logprob_token_ids)} entries; the limit is {MAX_LOGPROBS}",
+                    param="logprob_token_ids",
+                )
         for token, bias in self.logit_bias.items():
             _check_int("logit_bias", token, 0, 2**31 - 1)
             _check_float("logit_bias", bias, -100.0, 100.0)
@@ -270,7 +300,7 @@ _INT_BOUNDS: Sequence[tuple[str, int, int]] = (
     ("min_tokens", 0, 2**31 - 1),
     ("logprobs", 0, MAX_LOGPROBS),
     ("prompt_logprobs", 0, MAX_LOGPROBS),
-    ("truncate_prompt_tokens", 1, 2**31 - 1),
+    ("truncate_prompt_tokens", -1, 2**31 - 1),
 )
 _FLOAT_BOUNDS: Sequence[tuple[str, float, float, bool]] = (
     ("temperature", 0.0, math.inf, False),

@@ -257,3 +257,13 @@ def test_after_a_trigger_only_its_tags_are_taken(thought: tuple[str, str] | None
 def test_a_structural_tag_that_is_none_is_refused(tag: Any, word: str) -> None:
     with pytest.raises(RequestError, match=word):
         compile_grammar(StructuredOutputsParams(structural_tag=tag))
+
+
+def test_whitespace_is_as_the_caller_says() -> None:
+    asked = {"json": A, "disable_additional_properties": True}
+    spaced = SamplingParams.create(structured_outputs={**asked, "whitespace_pattern": "[ ]{2}"}).structured_outputs
+    assert spaced is not None
+    assert taken(spaced, '{  "a":  1  }') == ('{  "a":  1  }', True)
+    assert taken(spaced, '{ "a": 1}')[0] == "{ "
+    with pytest.raises(RequestError, match="whitespace_pattern"):
+        SamplingParams.create(structured_outputs={"json": {}, "whitespace_pattern": 3})

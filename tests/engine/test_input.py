@@ -65,6 +65,16 @@ def test_max_tokens_none_is_what_the_prompt_leaves() -> None:
 
 def test_a_prompt_is_cut_only_on_request_and_at_its_start() -> None:
     assert prepare([5, 6, 7, 8], truncate_prompt_tokens=2).prompt_token_ids == [7, 8]
+    assert prepare([5, 6, 7, 8], truncate_prompt_tokens=2, truncation_side="right").prompt_token_ids == [5, 6]
+
+
+def test_minus_one_cuts_to_what_leaves_room_for_the_output() -> None:
+    prompt = [5 + index % 200 for index in range(1000)]
+    limit = prepare([5], max_tokens=None).params.max_tokens or 0
+    fitted = prepare(prompt, truncate_prompt_tokens=-1, max_tokens=10)
+    assert fitted.prompt_token_ids == prompt[-(limit + 1 - 10) :]
+    assert fitted.params.max_tokens == 10
+    assert prepare(prompt[:5], truncate_prompt_tokens=-1).prompt_token_ids == prompt[:5]
 
 
 @pytest.mark.parametrize("prompt", ["", []])

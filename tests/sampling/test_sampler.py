@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagemill.params import SamplingParams
+from pagemill.params import LOGPROBS_MODES, SamplingParams
 from pagemill.sampling.picker import Picker, TorchPicker
 from pagemill.sampling.processors import Penalties
 from pagemill.sampling.sampler import Sampled, Sampler
@@ -326,3 +326,54 @@ def test_a_reused_row_keeps_nothing_of_its_last_request() -> None:
     sampled = sampler.sample(ramp()[None], np.array([0]), np.array([3]))
     assert sampled.token_ids.tolist() == [0]
     assert sampled.logprobs is None
+
+
+def test_each_logprobs_mode_reports_what_it_says() -> None:
+    logits = ramp(t5=3.0, t7=2.0)
+    drawn = {"temperature": 0.5, "top_k": 2, "seed": 4, "logprobs": 3, "presence_penalty": 1.0}
+    rows = [request(output=(5,), **drawn, logprobs_mode=mode) for mode in LOGPROBS_MODES]
+    rows.append(
+        request(output=(5,), temperature=0.0, logprobs=3, presence_penalty=1.0, logprobs_mode=LOGPROBS_MODES[2])
+    )
+    sampled = run(rows, logits.repeat(5, 1))
+    assert sampled.logprobs is not None
+    assert len(set(sampled.token_ids[:4].tolist())) == 1
+    penalised = logits.clone()
+    penalised[5] -= 1.0
+    kept = penalised / 0.5
+    kept[[token for token in range(VOCAB) if token not in (5, 7)]] = -torch.inf
+    expected = [logits.log_softmax(0), logits, kept.log_softmax(0), kept, penalised.log_softmax(0)]
+    for entries, values in zip(sampled.logprobs, expected, strict=True):
+        assert entries is not None
+        assert len(entries) == 4
+        for token, value, rank in entries:
+            assert value == pytest.approx(max(float(values[token]), -9999.0), abs=1e-5)
+            assert rank == 1 + int((values > values[token]).sum())
+
+
+def test_the_engine_s_mode_holds_where_a_request_names_none_and_for_prompts() -> None:
+    logits = torch.stack([ramp(t5=3.0)] * 2)
+    sampler = Sampler(2, VOCAB, logprobs_mode="raw_logits")
+    sampler.add(0, request(logprobs=0))
+    sampler.add(1, request(logprobs=0, logprobs_mode="raw_logprobs"))
+    sampled = sampler.sample(logits.clone(), np.arange(2), np.array([3, 3]))
+    assert sampled.logprobs is not None
+    values = [entries[0][1] for entries in sampled.logprobs if entries is not None]
+    chosen = sampled.token_ids.tolist()
+    assert values == pytest.approx([float(logits[0][chosen[0]]), float(logits[1].log_softmax(0)[chosen[1]])], abs=1e-5)
+    (prompt, _) = sampler.logprobs(logits, np.array([7, 5]), 1)
+    assert prompt == [(7, pytest.approx(-0.7), 8), (5, 3.0, 1)]
+
+
+def test_listed_tokens_are_reported_in_place_of_the_best() -> None:
+    logits = ramp(t5=3.0)
+    listed = request(temperature=0.0, logprobs=2, logprob_token_ids=[9, 5, 0])
+    sampled = run([listed, request(temperature=0.0, logprobs=2)], logits.repeat(2, 1))
+    assert sampled.logprobs is not None
+    first, second = sampled.logprobs
+    assert first is not None
+    assert second is not None
+    expected = logits.log_softmax(0)
+    assert [(token, rank) for token, _, rank in first] == [(5, 1), (9, 10), (5, 1), (0, 2)]
+    assert [value for _, value, _ in first] == pytest.approx([float(expected[t]) for t in (5, 9, 5, 0)], abs=1e-5)
+    assert len(second) == 3

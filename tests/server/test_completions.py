@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pagemill.config import ServerConfig
 from pagemill.server.answer_schemas import CompletionResponse
 from tests.server.conftest import Served, serving
 from tests.server.fake_engine import BOS, FakeEngine
@@ -217,3 +218,24 @@ async def test_prompts_of_one_request_are_queued_together_or_not_at_all(served: 
     assert taken.status_code == 200
     cut = {"prompt": ["aaaa", "bbbb", "cccc"], "max_tokens": 2, "truncate_prompt_tokens": 3}
     assert (await served.http.post(PATH, json=cut)).status_code == 200
+
+
+@pytest.mark.parametrize(("field", "flag"), [(True, False), (None, True)])
+async def test_tokens_are_named_by_their_ids_where_that_is_asked_for(field: bool | None, flag: bool) -> None:
+    body = {"prompt": "a", "logprobs": 1, "max_tokens": 2, "return_tokens_as_token_ids": field}
+    chat = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 1, "max_tokens": 1}
+    async with serving(FakeEngine(), ServerConfig(return_tokens_as_token_ids=flag)) as served:
+        logprobs = (await served.http.post(PATH, json=body)).json()["choices"][0]["logprobs"]
+        answer = await served.http.post("/v1/chat/completions", json=chat | {"return_tokens_as_token_ids": field})
+    assert logprobs["tokens"] == ["token_id:72", "token_id:101"]
+    assert logprobs["text_offset"] == [1, 2] or logprobs["text_offset"] == [0, 1]
+    assert all(name.startswith("token_id:") for top in logprobs["top_logprobs"] for name in top)
+    (item,) = answer.json()["choices"][0]["logprobs"]["content"]
+    assert (item["token"], item["bytes"]) == ("token_id:72", [72])
+    assert item["top_logprobs"][0]["token"] == "token_id:72"
+
+
+async def test_best_of_ranks_by_log_probabilities_whatever_the_server_reports(served: Served) -> None:
+    await served.http.post(PATH, json={"prompt": "a", "n": 1, "best_of": 2, "max_tokens": 1})
+    await served.http.post(PATH, json={"prompt": "a", "n": 1, "max_tokens": 1})
+    assert [seen[1].logprobs_mode for seen in served.engine.seen] == ["raw_logprobs", None]

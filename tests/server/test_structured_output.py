@@ -170,3 +170,35 @@ def test_a_schema_that_is_not_strict_goes_into_the_prompt_only(running: ServePro
     asked = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}]
     assert with_hint(asked, hint) == [{"role": "user", "content": f"hi\n\n{hint}"}, asked[1]]
     assert ask(running, response_format=wanted).status_code == 200
+
+
+TAG: dict[str, Any] = {
+    "triggers": ["<call"],
+    "structures": [{"begin": "<call>", "schema": {"type": "object", "properties": {}}, "end": "</call>"}],
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_structural_tag_may_be_the_response_format(running: ServeProcess, path: str) -> None:
+    body: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "response_format": {"type": "structural_tag", **TAG}}
+    body |= {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    assert httpx.post(running.url + path, json=body, timeout=60).status_code == 200
+    body["response_format"]["triggers"] = ["<other"]
+    error = httpx.post(running.url + path, json=body, timeout=60).json()["error"]
+    assert error["param"] == "response_format"
+    assert "begins with none" in error["message"]
+
+
+def test_listed_tokens_are_reported_in_place_of_the_best(running: ServeProcess) -> None:
+    best = ask(running, logprobs=3, max_tokens=1, return_tokens_as_token_ids=True).json()["choices"][0]["logprobs"]
+    ids = [int(name.removeprefix("token_id:")) for name in best["top_logprobs"][0]][::-1]
+    values: dict[str, Any] = {"logprobs": 1, "max_tokens": 1, "return_tokens_as_token_ids": True}
+    listed = ask(running, **values, logprob_token_ids=ids).json()["choices"][0]["logprobs"]
+    assert listed["top_logprobs"][0] == best["top_logprobs"][0]
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "seed": 1}
+    body |= {"logprobs": True, "top_logprobs": 1, "logprob_token_ids": ids, "return_tokens_as_token_ids": True}
+    for stream in (False, True):
+        answer = httpx.post(running.url + "/v1/chat/completions", json=body | {"stream": stream}, timeout=60)
+        first = answer.text.split("data: ")[2 if stream else 0]
+        (item,) = json.loads(first)["choices"][0]["logprobs"]["content"]
+        assert [each["token"] for each in item["top_logprobs"]] == [f"token_id:{index}" for index in ids]

@@ -155,4 +155,6 @@ def step_params(params: BeamSearchParams, ending_ids: Collection[int], most: int
             param="n",
         )
     logprobs = max(params.beam_width + spare, params.logprobs or 0)
-    return SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=logprobs)
+    return SamplingParams(
+        max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=logprobs, logprobs_mode="raw_logprobs"
+    )

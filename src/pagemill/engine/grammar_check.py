@@ -23,7 +23,18 @@ from pagemill.engine.lark import after_thought, tagged_text
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
-__all__ = ["COMPILE_LIMIT_S", "Answer", "Options", "Order", "limits", "main", "one_line", "read_frame", "write_frame"]
+__all__ = [
+    "COMPILE_LIMIT_S",
+    "WHITESPACE",
+    "Answer",
+    "Options",
+    "Order",
+    "limits",
+    "main",
+    "one_line",
+    "read_frame",
+    "write_frame",
+]
 
 COMPILE_LIMIT_S = 1.0
 """Processor time of one grammar's check."""
@@ -32,7 +43,7 @@ MEMORY_BYTES = 2 << 30
 STEP_MAX_ITEMS = 10_000
 """Parser items of one mask, a fifth of llguidance's default: an ambiguous grammar holds a step up by 0.1 s, not 0.4."""
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"
-"""Between two tokens of JSON; small models would go on with blanks for ever."""
+"""Between two tokens of JSON, unless told otherwise; small models would go on with blanks for ever."""
 _LENGTH = struct.Struct("<Q")
 
 
@@ -42,6 +53,7 @@ class Options(msgspec.Struct, frozen=True):
     compact: bool
     lenient: bool
     thought: tuple[str, str] | None
+    whitespace: str = WHITESPACE
 
     def of_json(self) -> dict[str, bool | str]:
         """llguidance's options of a JSON schema."""
@@ -50,7 +62,7 @@ class Options(msgspec.Struct, frozen=True):
             "lenient": self.lenient,
             "coerce_one_of": self.lenient,
         }
-        return options if self.compact else options | {"whitespace_pattern": WHITESPACE}
+        return options if self.compact else options | {"whitespace_pattern": self.whitespace}
 
     def guided(self, schema: Any) -> Any:
         """A schema within another grammar: it carries its options itself."""

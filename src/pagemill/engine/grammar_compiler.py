@@ -21,6 +21,7 @@ import msgspec
 
 from pagemill.engine.grammar_check import (
     COMPILE_LIMIT_S,
+    WHITESPACE,
     Answer,
     Options,
     Order,
@@ -49,10 +50,11 @@ def compile_grammar(asked: StructuredOutputsParams) -> str:
             f"structured_outputs: the {form} has {len(text)} characters; at most {MAX_CHARS} are taken",
             param="structured_outputs",
         )
+    options = Options(
+        asked.disable_any_whitespace, asked.lenient, asked.thought, asked.whitespace_pattern or WHITESPACE
+    )
     try:
-        order = msgspec.msgpack.encode(
-            Order(form, text, Options(asked.disable_any_whitespace, asked.lenient, asked.thought))
-        )
+        order = msgspec.msgpack.encode(Order(form, text, options))
     except UnicodeEncodeError as error:
         raise RequestError(
             f"structured_outputs: the {form} is no text: {one_line(error)}", param="structured_outputs"

@@ -214,16 +214,22 @@ class InputProcessor:
         if isinstance(prompt, str):
             token_ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if prompt else []
         else:
-            cut = params.truncate_prompt_tokens
-            if cut is None and len(prompt) > self.max_model_len:
+            if params.truncate_prompt_tokens is None and len(prompt) > self.max_model_len:
                 self._max_tokens(len(prompt), params)  # too long whatever they are; raises
-            token_ids = list(prompt) if cut is None else list(prompt[-cut:])
+            token_ids = self._cut(list(prompt), params)
             self._check_prompt_ids(token_ids, "prompt")
         if not token_ids:
             raise RequestError("the prompt cannot be empty; send at least one character or token id", param="prompt")
-        if params.truncate_prompt_tokens is not None:
-            token_ids = token_ids[-params.truncate_prompt_tokens :]
-        return token_ids
+        return self._cut(token_ids, params)
+
+    def _cut(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+        """What ``truncate_prompt_tokens`` leaves."""
+        most = params.truncate_prompt_tokens
+        if most == -1:
+            most = max(1, self.max_model_len - (1 if params.max_tokens is None else params.max_tokens))
+        if most is None or len(token_ids) <= most:
+            return token_ids
+        return token_ids[:most] if params.truncation_side == "right" else token_ids[-most:]
 
     def _check_prompt_ids(self, token_ids: list[int], name: str) -> None:
         for token_id in token_ids:
@@ -235,7 +241,7 @@ class InputProcessor:
                 )
 
     def _check_token_ids(self, params: SamplingParams) -> None:
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
             for token_id in getattr(params, name) or ():
                 if token_id >= self.vocab_size:
                     raise RequestError(

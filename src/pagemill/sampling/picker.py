@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pagemill.sampling.noise import uniforms
 from pagemill.sampling.table import SamplingTable
 
-__all__ = ["Picker", "RowLogprobs", "TorchPicker"]
+__all__ = ["Picker", "RowLogprobs", "TorchPicker", "filtered"]
 
 Rows = NDArray[np.int64]
 _FIRST_TOP_P = 256
@@ -94,26 +94,39 @@ class TorchPicker:
     def draw(self, logits: torch.Tensor, index: Rows, table: SamplingTable, rows: Rows, positions: Rows) -> Rows:
         """Whole columns at a time."""
         device = logits.device
-
-        def column(values: NDArray[np.float32] | NDArray[np.int32]) -> torch.Tensor:
-            return torch.from_numpy(values[rows]).to(device)[:, None]
-
-        scaled = logits if len(index) == len(logits) else logits[torch.from_numpy(index).to(device)]
-        scaled = (scaled - scaled.amax(dim=-1, keepdim=True)) / column(table.temperature)
-        weights = torch.exp(scaled)  # the best token's is 1
-        if (table.min_p[rows] > 0).any():
-            weights = weights.masked_fill(weights < column(table.min_p), 0.0)
-        for picked, top_k in _chosen(table.top_k[rows], (table.top_k[rows] > 0)):
-            where = torch.from_numpy(picked).to(device)
-            weights[where] = _keep_top_k(weights[where], torch.from_numpy(top_k).to(device))
-        for picked, top_p in _chosen(table.top_p[rows], table.top_p[rows] < 1):
-            where = torch.from_numpy(picked).to(device)
-            weights[where] = _keep_top_p(weights[where], torch.from_numpy(top_p).to(device).double())
+        weights = _kept(
+            logits if len(index) == len(logits) else logits[torch.from_numpy(index).to(device)], table, rows
+        )
         mass = torch.cumsum(weights.double(), dim=-1)
         noise = torch.from_numpy(uniforms(table.seed[rows], positions)).to(device)[:, None]
         tokens = torch.searchsorted(mass, noise * mass[:, -1:], right=True)[:, 0]
         last = weights.shape[1] - 1 - (weights > 0).flip(-1).to(torch.uint8).argmax(dim=-1)
         return np.asarray(torch.minimum(tokens, last).cpu().numpy())
+
+
+def filtered(logits: torch.Tensor, table: SamplingTable, rows: Rows) -> torch.Tensor:
+    """Logits [n, V] as a draw for ``rows`` [n] sees them: over the temperature, -inf where a filter leaves nothing."""
+    temperature = torch.from_numpy(table.temperature[rows]).to(logits.device)[:, None]
+    return (logits / temperature).masked_fill(_kept(logits, table, rows) <= 0, -torch.inf)
+
+
+def _kept(logits: torch.Tensor, table: SamplingTable, rows: Rows) -> torch.Tensor:
+    """Weights [n, V] of the tokens that the filters of ``rows`` [n] leave, the best token's 1; 0 for the others."""
+    device = logits.device
+
+    def column(values: NDArray[np.float32] | NDArray[np.int32]) -> torch.Tensor:
+        return torch.from_numpy(values[rows]).to(device)[:, None]
+
+    weights = torch.exp((logits - logits.amax(dim=-1, keepdim=True)) / column(table.temperature))
+    if (table.min_p[rows] > 0).any():
+        weights = weights.masked_fill(weights < column(table.min_p), 0.0)
+    for picked, top_k in _chosen(table.top_k[rows], (table.top_k[rows] > 0)):
+        where = torch.from_numpy(picked).to(device)
+        weights[where] = _keep_top_k(weights[where], torch.from_numpy(top_k).to(device))
+    for picked, top_p in _chosen(table.top_p[rows], table.top_p[rows] < 1):
+        where = torch.from_numpy(picked).to(device)
+        weights[where] = _keep_top_p(weights[where], torch.from_numpy(top_p).to(device).double())
+    return weights
 
 
 def _chosen(values: NDArray[np.generic], where: NDArray[np.bool_]) -> list[tuple[Rows, NDArray[np.generic]]]:

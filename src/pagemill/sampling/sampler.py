@@ -2,7 +2,8 @@
 
 Order: non-finite rows are set aside; raw log probabilities are kept where asked for; the grammars' mask and the
 processors change the logits; greedy rows take the best token (lowest id among equals), the others draw from what
-temperature, min_p, top_k and top_p leave (in that order), with noise keyed by (seed, position).
+temperature, min_p, top_k and top_p leave (in that order), with noise keyed by (seed, position); processed log
+probabilities are of what was drawn from.
 
 Every operation is exact, or works within one row in an order that the row alone decides: a row's token and log
 probabilities have the same bits whoever is sampled beside it.
@@ -12,13 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pagemill.params import LOGPROBS_MODES
 from pagemill.sampling.logprobs import TokenLogprobs, token_logprobs
-from pagemill.sampling.picker import Picker, TorchPicker
+from pagemill.sampling.picker import Picker, TorchPicker, filtered
 from pagemill.sampling.processors import LogitsProcessor, default_processors
 from pagemill.sampling.table import RowRequest, SamplingTable
 
@@ -46,8 +49,12 @@ class Sampler:
         vocab_size: int,
         picker: Picker | None = None,
         processors: Sequence[LogitsProcessor] | None = None,
+        *,
+        logprobs_mode: str = "raw_logprobs",
     ) -> None:
-        self.table = SamplingTable(max_rows)
+        """``logprobs_mode``: of requests that name none, and of prompts."""
+        self.table = SamplingTable(max_rows, logprobs_mode)
+        self._prompts_as_logits = _as_logits(LOGPROBS_MODES.index(logprobs_mode))
         self._picker: Picker = picker or TorchPicker()
         self._processors = tuple(default_processors(vocab_size) if processors is None else processors)
         self._processed = np.zeros(max_rows, np.bool_)
@@ -79,7 +86,9 @@ class Sampler:
         if non_finite.any():
             logits[torch.from_numpy(non_finite).to(logits.device)] = 0.0
         asked = np.flatnonzero(self.table.num_logprobs[rows] >= 0)
-        raw = self._raw(logits, rows, asked, mask is not None and len(asked) > 0)
+        processed = _processed(self.table.logprobs_mode[rows[asked]])
+        plain = asked[~processed]
+        raw = self._raw(logits, rows, plain, mask is not None and len(plain) > 0)
         if self._change(logits, rows, mask):
             tokens, highest, _ = self._picker.best(logits)
             nothing = np.isneginf(highest)  # every token is forbidden
@@ -90,12 +99,20 @@ class Sampler:
         if len(drawn):
             tokens[drawn] = self._picker.draw(logits, drawn, self.table, rows[drawn], positions[drawn])
         self._accept(rows, tokens, non_finite)
-        return Sampled(tokens, non_finite, self._logprobs(raw, asked, rows, tokens) if len(asked) else None)
+        if not len(asked):
+            return Sampled(tokens, non_finite, None)
+        found: list[TokenLogprobs | None] = [None] * len(rows)
+        self._report(found, raw, plain, plain, rows, tokens)
+        late = asked[processed]
+        if len(late):
+            self._report(found, self._as_drawn(logits, late, rows, tokens), np.arange(len(late)), late, rows, tokens)
+        return Sampled(tokens, non_finite, found)
 
     def logprobs(self, logits: torch.Tensor, token_ids: Rows, num_candidates: int) -> list[TokenLogprobs]:
         """Log probabilities of given tokens [n], each in its row of logits [n, V]."""
         wanted = np.full(len(token_ids), num_candidates, np.int32)
-        return token_logprobs(self._picker, logits, np.arange(len(token_ids)), token_ids, wanted)
+        as_logits = np.full(len(token_ids), self._prompts_as_logits)
+        return token_logprobs(self._picker, logits, np.arange(len(token_ids)), token_ids, wanted, as_logits)
 
     def _raw(self, logits: torch.Tensor, rows: Rows, asked: Rows, masked: bool) -> torch.Tensor:
         """Logits as they are now, for the rows that report them: a copy only where something will change them."""
@@ -116,9 +133,46 @@ class Sampler:
             for processor in self._processors:
                 processor.accept(rows[taken], tokens[taken])
 
-    def _logprobs(self, raw: torch.Tensor, asked: Rows, rows: Rows, tokens: Rows) -> list[TokenLogprobs | None]:
-        found: list[TokenLogprobs | None] = [None] * len(rows)
-        wanted = token_logprobs(self._picker, raw, asked, tokens[asked], self.table.num_logprobs[rows[asked]])
-        for i, entry in zip(asked.tolist(), wanted, strict=True):
+    def _as_drawn(self, logits: torch.Tensor, late: Rows, rows: Rows, tokens: Rows) -> torch.Tensor:
+        """Logits [n, V] of the rows ``late`` [n] after processors, temperature and filters (none, if greedy)."""
+        reported = logits[torch.from_numpy(late).to(logits.device)]
+        drawn = np.flatnonzero(~self.table.greedy[rows[late]])
+        if len(drawn):
+            where = torch.from_numpy(drawn).to(logits.device)
+            chosen = torch.from_numpy(tokens[late[drawn]]).to(logits.device)[:, None]
+            scaled = filtered(reported[where], self.table, rows[late[drawn]])
+            temperature = torch.from_numpy(self.table.temperature[rows[late[drawn]]]).to(logits.device)[:, None]
+            own = reported[where].gather(1, chosen) / temperature  # kept, however a filter's last bit was rounded
+            reported[where] = scaled.scatter(1, chosen, own)
+        return reported
+
+    def _report(
+        self,
+        found: list[TokenLogprobs | None],
+        logits: torch.Tensor,
+        index: Rows,
+        asked: Rows,
+        rows: Rows,
+        tokens: Rows,
+    ) -> None:
+        """Fill in what the rows ``asked`` [n] want to know, from the rows ``index`` [n] of logits."""
+        table = self.table
+        as_logits = _as_logits(table.logprobs_mode[rows[asked]])
+        entries = token_logprobs(self._picker, logits, index, tokens[asked], table.num_logprobs[rows[asked]], as_logits)
+        for at, (i, entry) in enumerate(zip(asked.tolist(), entries, strict=True)):
+            listed = table.logprob_token_ids[rows[i]]
+            if listed:
+                ids = np.array(listed, np.int64)
+                again, none = np.full(len(ids), index[at]), np.zeros(len(ids), np.int32)
+                given = token_logprobs(self._picker, logits, again, ids, none, np.full(len(ids), as_logits[at]))
+                entry += [each[0] for each in given]
             found[i] = entry
-        return found
+
+
+def _processed(mode: NDArray[np.int8]) -> NDArray[np.bool_]:
+    return mode >= LOGPROBS_MODES.index("processed_logprobs")
+
+
+def _as_logits(mode: Any) -> Any:
+    """Whether a mode, or which of several, reports logits."""
+    return mode % 2 == 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pagemill.params import SamplingParams
+from pagemill.params import LOGPROBS_MODES, SamplingParams
 
 __all__ = ["RowRequest", "SamplingTable"]
 
@@ -33,7 +33,9 @@ class RowRequest:
 class SamplingTable:
     """Columns by row, contiguous, of the widths that the native sampler reads."""
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, logprobs_mode: str = "raw_logprobs") -> None:
+        """``logprobs_mode``: of requests that name none."""
+        self._default_mode = logprobs_mode
         self.temperature = np.zeros(max_rows, np.float32)
         self.top_k = np.zeros(max_rows, np.int32)
         """0: off."""
@@ -46,6 +48,10 @@ class SamplingTable:
         self.greedy = np.ones(max_rows, np.bool_)
         self.num_logprobs = np.full(max_rows, NO_LOGPROBS, np.int32)
         """Candidates to report beside the chosen token; -1: none wanted."""
+        self.logprobs_mode = np.zeros(max_rows, np.int8)
+        """Place in :data:`~pagemill.params.LOGPROBS_MODES`."""
+        self.logprob_token_ids: list[tuple[int, ...]] = [()] * max_rows
+        """Tokens to report beside the chosen one, in place of candidates."""
 
     def set(self, row: int, request: RowRequest) -> None:
         """Fill a row."""
@@ -60,3 +66,7 @@ class SamplingTable:
         self.seed[row] = request.seed % 2**64
         self.greedy[row] = params.greedy
         self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        self.logprobs_mode[row] = LOGPROBS_MODES.index(params.logprobs_mode or self._default_mode)
+        self.logprob_token_ids[row] = params.logprob_token_ids or ()
+        if params.logprob_token_ids:
+            self.num_logprobs[row] = 0

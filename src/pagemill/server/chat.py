@@ -55,6 +55,7 @@ async def prepare_chat(context: ServerContext, asked: ChatCompletionRequest) -> 
     if use.mode == "auto" and not context.config.enable_auto_tool_choice:
         use = NO_TOOLS
     tags = None if asked.use_beam_search else formats.tags(use, context.special_tokens)
+    by_tools = use.forced or params.structured_outputs is None
     params, bound = _constrained(params, formats.thought(text, context.special_tokens), tags)
     if formats.needs_special(use, bound=bound):
         params = msgspec.structs.replace(params, skip_special_tokens=False)
@@ -67,7 +68,7 @@ async def prepare_chat(context: ServerContext, asked: ChatCompletionRequest) -> 
         response_id("chatcmpl", asked.request_id),
         priority=asked.priority or 0,
         cache_salt=asked.cache_salt,
-        constraint="tools" if use.forced or writes_tags(params) else constrained_by(asked),
+        constraint="tools" if by_tools else constrained_by(asked),
         beams=asked.beams(params),
     )
     return PreparedChat(job, [formats.parser(text, use, bound=bound) for _ in range(params.n)])
@@ -83,7 +84,7 @@ def _constrained(
     structured = params.structured_outputs
     if structured is None and tags is not None and params.allowed_token_ids is None:
         structured = StructuredOutputsParams(structural_tag=tags, thought=thought)
-    elif structured is not None and writes_json(params):
+    elif structured is not None and (writes_json(params) or writes_tags(params)):
         thought = structured.thought or thought
         structured = msgspec.structs.replace(structured, thought=thought)
     return msgspec.structs.replace(params, structured_outputs=structured), writes_json(params) and thought is None
@@ -111,6 +112,7 @@ class _Answer:
         self.parsers = prepared.parsers
         self.created = int(time.time())
         self.usage = Usage()
+        self.as_ids = context.tokens_as_ids(asked.return_tokens_as_token_ids)
         self.role, self.echoed = _answering_role(asked)
 
     async def whole(self) -> dict[str, Any]:
@@ -173,7 +175,14 @@ class _Answer:
             return None
         found = completion.logprobs or []
         token_ids = completion.token_ids if found else []
-        return chat_logprobs(found, token_ids, self.asked.top_logprobs or 0, self.context.engine.tokenizer)
+        return chat_logprobs(
+            found,
+            token_ids,
+            self.asked.top_logprobs or 0,
+            self.context.engine.tokenizer,
+            listed=self.asked.logprob_token_ids or (),
+            as_ids=self.as_ids,
+        )
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events."""

@@ -90,6 +90,7 @@ class _Answer:
         self.created = int(time.time())
         self.n = 1 if asked.n is None else asked.n
         self.usage = Usage()
+        self.as_ids = context.tokens_as_ids(asked.return_tokens_as_token_ids)
         self._texts: dict[int, TokenTexts] = {}
 
     async def whole(self) -> dict[str, Any]:
@@ -168,11 +169,12 @@ class _Answer:
             if self.asked.echo:
                 shown = texts.of_prompt(output.prompt_token_ids, self._prompt_text(prompt_index, output))
                 known = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
-                columns = completion_logprobs(known, output.prompt_token_ids, shown)
+                columns = completion_logprobs(known, output.prompt_token_ids, shown, as_ids=self.as_ids)
         produced = completion_logprobs(
             completion.logprobs or [],
             completion.token_ids if completion.logprobs else [],
             texts.of_output(completion.token_ids, completion.logprobs or []),
+            as_ids=self.as_ids,
         )
         return {name: columns[name] + produced[name] for name in columns}
 

@@ -129,6 +129,10 @@ class ServerContext:
         self.chat_template = self._own_template(source)
         self.formats = Formats.chosen(self.config, self.chat_template)
 
+    def tokens_as_ids(self, wanted: bool | None) -> bool:
+        """Whether logprobs name tokens by their ids."""
+        return self.config.return_tokens_as_token_ids if wanted is None else wanted
+
     def formats_for(self, request: ChatCompletionRequest) -> Formats:
         """The formats that fit the request's own template, if it brings one."""
         if request.chat_template is None:

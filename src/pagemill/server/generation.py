@@ -80,7 +80,9 @@ class Job:
     def num_prompt_tokens(self) -> int:
         """Of all prompts, as far as they are not cut."""
         most = self.params.truncate_prompt_tokens
-        return sum(len(each.token_ids) if most is None else min(most, len(each.token_ids)) for each in self.prompts)
+        return sum(
+            min(most, len(each.token_ids)) if most and most > 0 else len(each.token_ids) for each in self.prompts
+        )
 
 
 class Admission:

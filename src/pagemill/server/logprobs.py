@@ -68,7 +68,11 @@ def _without_first(parts: list[str], excess: int) -> list[str]:
 
 
 def completion_logprobs(
-    positions: Sequence[dict[int, Logprob] | None], token_ids: Sequence[int], placed: Sequence[tuple[str, int]]
+    positions: Sequence[dict[int, Logprob] | None],
+    token_ids: Sequence[int],
+    placed: Sequence[tuple[str, int]],
+    *,
+    as_ids: bool = False,
 ) -> dict[str, Any]:
     """Columns over tokens. A position without candidates (a prompt's first token) has null."""
     values: list[float | None] = []
@@ -82,10 +86,11 @@ def completion_logprobs(
         top: dict[str, float] = {}
         for other, candidate in candidates.items():
             shown = text if other == token_id else (candidate.decoded_token or "")
+            shown = _as_id(other) if as_ids else shown
             top.setdefault(shown, clamped(candidate.logprob))
         tops.append(top)
     return {
-        "tokens": [text for text, _ in placed],
+        "tokens": [_as_id(token_id) for token_id in token_ids] if as_ids else [text for text, _ in placed],
         "token_logprobs": values,
         "top_logprobs": tops,
         "text_offset": [offset for _, offset in placed],
@@ -93,21 +98,32 @@ def completion_logprobs(
 
 
 def chat_logprobs(
-    positions: Sequence[dict[int, Logprob]], token_ids: Sequence[int], num_top: int, tokenizer: Tokenizer
+    positions: Sequence[dict[int, Logprob]],
+    token_ids: Sequence[int],
+    num_top: int,
+    tokenizer: Tokenizer,
+    *,
+    listed: Sequence[int] = (),
+    as_ids: bool = False,
 ) -> dict[str, Any]:
-    """One object per token, each with its ``num_top`` best candidates."""
+    """One object per token, each with its ``num_top`` best candidates, or those that are ``listed``."""
     content = []
     for token_id, candidates in zip(token_ids, positions, strict=True):
-        item = _chat_token(token_id, candidates[token_id], tokenizer)
-        best = sorted(candidates.items(), key=lambda pair: pair[1].rank)[:num_top]
-        item["top_logprobs"] = [_chat_token(other, candidate, tokenizer) for other, candidate in best]
-        content.append(item)
+        best = sorted(candidates, key=lambda each: candidates[each].rank)[:num_top]
+        item, *top = [
+            _chat_token(each, candidates[each], tokenizer, as_id=as_ids) for each in (token_id, *(listed or best))
+        ]
+        content.append(item | {"top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
-def _chat_token(token_id: int, candidate: Logprob, tokenizer: Tokenizer) -> dict[str, Any]:
+def _as_id(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
+def _chat_token(token_id: int, candidate: Logprob, tokenizer: Tokenizer, *, as_id: bool) -> dict[str, Any]:
     raw = tokenizer.token_bytes(token_id)
-    text = candidate.decoded_token
+    text = _as_id(token_id) if as_id else candidate.decoded_token
     if text is None:
         text = raw.decode("utf-8", "replace")
     return {"token": text, "logprob": clamped(candidate.logprob), "bytes": list(raw)}

@@ -111,19 +111,32 @@ class _Sampling(_Model):
     prompt_logprobs: int | None = Field(None, description="Logprobs of the prompt's tokens, 0 to 20 candidates.")
     skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text. Default true.")
     spaces_between_special_tokens: bool | None = Field(None, description="Default true.")
-    truncate_prompt_tokens: int | None = Field(None, description="Keep only this many of the prompt's last tokens.")
+    logprob_token_ids: TokenIds | None = Field(
+        None, description="Report these tokens, at most 20, in place of the best; needs logprobs (vLLM)."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Write the tokens of logprobs as token_id:N (vLLM). Default: as the server is set."
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, description="Keep only this many of the prompt's tokens; -1: as many as leave room for max_tokens."
+    )
+    truncation_side: str | None = Field(
+        None, description="left keeps the prompt's last tokens (the default), right its first."
+    )
     stream: bool | None = Field(None, description="Send server-sent events as tokens come.")
     stream_options: StreamOptions | None = None
     priority: int | None = Field(None, description="Lower goes first (with --scheduling-policy priority).")
     request_id: str | None = Field(None, max_length=128, pattern=ID_CHARS, description="Part of the answer's id.")
     cache_salt: str | None = Field(
-        None, min_length=1, max_length=256, description="Share cached prefixes only within this salt."
+        None, min_length=1, max_length=1024, description="Share cached prefixes only within this salt."
     )
     return_token_ids: bool | None = Field(None, description="Add token ids to the answer (vLLM).")
     user: str | None = None
-    response_format: ResponseFormat | None = Field(None, description="text, json_object or json_schema.")
+    response_format: ResponseFormat | None = Field(
+        None, description="text, json_object, json_schema or structural_tag."
+    )
     structured_outputs: dict[str, Any] | None = Field(
-        None, description="vLLM's: one of json, regex, choice, grammar, json_object."
+        None, description="vLLM's: one of json, regex, choice, grammar, json_object, structural_tag."
     )
     guided_json: str | dict[str, Any] | None = Field(None, description="A JSON schema (vLLM's older name).")
     guided_regex: str | None = Field(None, description="A regular expression for the whole output.")
@@ -212,12 +225,14 @@ _PASSED_ON = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "truncate_prompt_tokens",
+    "truncation_side",
+    "logprob_token_ids",
 )
 _CONSTRAINTS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _NOT_WITH_BEAMS = (
     *("stream", "best_of", "response_format", *_CONSTRAINTS, "stop", "stop_token_ids", "logit_bias"),
     *("allowed_token_ids", "bad_words", "min_tokens", "presence_penalty", "frequency_penalty", "prompt_logprobs"),
-    "truncate_prompt_tokens",
+    *("truncate_prompt_tokens", "logprob_token_ids"),
 )
 """What beam search would pass over in silence. Temperature, top_p and the like have nothing to choose from."""
 _NOT_BUILT = frozenset(
@@ -227,6 +242,10 @@ _NOT_BUILT = frozenset(
         "audio",
         "functions",
         "function_call",
+        "thinking_token_budget",
+        "repetition_detection",
+        "watermarking",
+        "vllm_xargs",
     }
 )
 """Parameters of OpenAI or vLLM that change the answer and that Pagemill lacks."""
@@ -266,7 +285,9 @@ class CompletionRequest(_Sampling):
                 param="best_of",
             )
         logprobs = params.logprobs if best_of == params.n or params.logprobs is not None else 0
-        return SamplingParams.create(**_fields(params, n=best_of, logprobs=logprobs))
+        # Sums of logits would rank nothing.
+        mode = "raw_logprobs" if best_of > params.n else params.logprobs_mode
+        return SamplingParams.create(**_fields(params, n=best_of, logprobs=logprobs, logprobs_mode=mode))
 
 
 class ChatMessage(_Model):
@@ -306,8 +327,9 @@ class ChatCompletionRequest(_Sampling):
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         """Check and convert; ``defaults`` are the model's. Raises RequestError."""
-        if self.top_logprobs is not None and self.top_logprobs != 0 and not self.logprobs:
-            raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
+        for name in ("top_logprobs", "logprob_token_ids"):
+            if getattr(self, name) and not self.logprobs:
+                raise RequestError(f"{name} needs logprobs=true", param=name)
         if self.continue_final_message and self.add_generation_prompt:
             raise RequestError(
                 "continue_final_message and add_generation_prompt exclude each other; set one of them",

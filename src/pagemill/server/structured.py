@@ -49,8 +49,12 @@ class JsonSchema(Model):
 class ResponseFormat(Model):
     """What the answer looks like."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    structures: list[dict[str, Any]] | None = Field(
+        None, description="Of a structural_tag (vLLM): begin, schema and end of each call that may stand in the text."
+    )
+    triggers: list[str] | None = Field(None, description="Of a structural_tag: what each of them begins with.")
 
 
 class Asked(Protocol):
@@ -92,6 +96,12 @@ def _enforced(wanted: ResponseFormat | None) -> dict[str, Any] | None:
         return None
     if wanted.type == "json_object":
         return {"json_object": True}
+    if wanted.type == "structural_tag":
+        if wanted.structures is None or wanted.triggers is None:
+            raise RequestError(
+                "response_format of type structural_tag needs structures and triggers", param="response_format"
+            )
+        return {"structural_tag": {"structures": wanted.structures, "triggers": wanted.triggers}}
     if wanted.json_schema is None:
         raise RequestError("response_format of type json_schema needs json_schema.schema", param="response_format")
     if wanted.json_schema.strict is False:

@@ -166,7 +166,9 @@ class InprocExecutor:
             if model.config.pooling is not None:
                 runner = PoolingRunner(backend, batch, model.config)
             else:
-                sampler = Sampler(config.max_num_seqs, model.config.vocab_size, _picker(native))
+                sampler = Sampler(
+                    config.max_num_seqs, model.config.vocab_size, _picker(native), logprobs_mode=config.logprobs_mode
+                )
                 runner = ModelRunner(backend, batch, sampler)
         with phases("warm up"):
             runner.warm_up()
