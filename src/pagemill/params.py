@@ -7,6 +7,7 @@ process boundaries and are read by the pure core.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, Self
@@ -338,7 +339,7 @@ def _check_float(name: str, value: object, low: float, high: float, *, open_low:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(f"{name}={value!r} must be a number", param=name)
     below = value <= low if open_low else value < low
-    if below or value > high or not math.isfinite(value):
+    if below or value > high or not abs(value) <= sys.float_info.max:  # NaN, infinities, and integers beyond
         least = f"more than {low:g}" if open_low else f"at least {low:g}"
         most = "finite" if math.isinf(high) else f"at most {high:g}"
         raise RequestError(f"{name}={value} is out of range; it must be {least} and {most}", param=name)

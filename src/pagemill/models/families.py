@@ -332,7 +332,7 @@ def family_of(checkpoint: Checkpoint) -> Family:
     """The family a checkpoint belongs to; :class:`UnsupportedModelError` lists those that exist."""
     if checkpoint.format == "gguf":
         given = checkpoint.config.get("general.architecture")
-        found = [family for family in _ALL if family.gguf == given]
+        found = [family for family in _ALL if family.gguf is not None and family.gguf == given]
         known = sorted(family.gguf for family in _ALL if family.gguf)
     else:
         architectures = checkpoint.config.get("architectures")

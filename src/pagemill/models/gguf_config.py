@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pagemill.errors import ModelFormatError, UnsupportedModelError
 from pagemill.model_config import LayerConfig, ModelConfig, MoeConfig, RopeConfig
 from pagemill.models.families import Family
-from pagemill.models.settings import MAX_LAYERS, Settings
+from pagemill.models.settings import MAX_LAYERS, MAX_SIZE, Settings
 
 if TYPE_CHECKING:
     from pagemill.models.checkpoint import Checkpoint
@@ -107,7 +107,7 @@ def _max_positions(settings: Settings) -> int:
     own = settings.size("context_length")
     if settings.values.get("rope.scaling.type") == "yarn" and settings.has("rope.scaling.factor"):
         original = settings.size("rope.scaling.original_context_length", own)
-        return max(own, int(original * settings.positive("rope.scaling.factor")))
+        return max(own, min(int(original * settings.positive("rope.scaling.factor")), MAX_SIZE - 1))
     return own
 
 

@@ -14,7 +14,7 @@ from pagemill.errors import ModelFormatError, UnsupportedModelError
 from pagemill.layers.rotary import SCALINGS
 from pagemill.model_config import LayerConfig, ModelConfig, MoeConfig, RopeConfig
 from pagemill.models.families import Family
-from pagemill.models.settings import MAX_LAYERS, Settings
+from pagemill.models.settings import MAX_LAYERS, MAX_SIZE, Settings
 
 __all__ = ["encoder_config", "from_config_json"]
 
@@ -176,7 +176,7 @@ def _max_positions(family: Family, settings: Settings) -> int:
     scaling = _rope_parameters(settings, "full_attention")
     if _rope_type(family, scaling) == "yarn" and scaling.has("factor"):
         original = scaling.size("original_max_position_embeddings", own)
-        return max(own, int(original * scaling.positive("factor")))
+        return max(own, min(int(original * scaling.positive("factor")), MAX_SIZE - 1))
     return own
 
 
@@ -250,7 +250,7 @@ def _moe(family: Family, settings: Settings, layer: int) -> MoeConfig | None:
             renormalize=True,
         )
     if family.experts == "qwen":
-        dense = settings.values.get("mlp_only_layers") or []
+        dense = settings.numbers("mlp_only_layers") or ()
         if layer in dense or (layer + 1) % settings.size("decoder_sparse_step"):
             return None
         key = "num_experts" if settings.has("num_experts") else "num_local_experts"
@@ -283,7 +283,8 @@ def _rope_type(family: Family, scaling: Settings) -> str:
 
 def _rope(family: Family, settings: Settings, head_dim: int, layer_type: str) -> RopeConfig:
     scaling = _rope_parameters(settings, layer_type)
-    nested = layer_type in (settings.values.get("rope_parameters") or {})
+    parameters = settings.values.get("rope_parameters")
+    nested = isinstance(parameters, Mapping) and layer_type in parameters
     local = family.local_rope and layer_type == "sliding_attention"
     if local and not nested:
         scaling = Settings({}, scaling.where)

@@ -288,6 +288,8 @@ def _special_tokens(settings: Mapping[str, Any], older: Mapping[str, Any]) -> di
         if isinstance(value, Mapping):
             value = value.get("content")
         if isinstance(value, str):
+            if any("\ud800" <= character <= "\udfff" for character in value):
+                raise ModelFormatError(f"the tokenizer's {name}={value!r} is not Unicode; fetch its files again")
             found[name] = value
     return found
 
@@ -313,8 +315,8 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
         return path.read_text(encoding="utf-8", errors="replace")
     value = (read_json(folder / "chat_template.json") or {}).get("chat_template", settings.get("chat_template"))
     if isinstance(value, list):
-        named = {item.get("name"): item.get("template") for item in value if isinstance(item, Mapping)}
-        value = named.get("default")
+        named = (item for item in value if isinstance(item, Mapping) and item.get("name") == "default")
+        value = next(named, {}).get("template")
     return value if isinstance(value, str) else None
 
 
