@@ -106,7 +106,7 @@ def tag_of(schema: Any) -> dict[str, Any]:
     return {"triggers": ["<"], "structures": [{"begin": "<x>", "schema": schema, "end": ""}]}
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     st.one_of(
         SCHEMAS.filter(lambda schema: isinstance(schema, dict)).map(lambda schema: {"json": json.dumps(schema)}),
@@ -129,6 +129,7 @@ RUNAWAYS: dict[str, dict[str, Any]] = {
     "a pattern for each of many properties": {
         "patternProperties": {f"^{number:03}": {"type": "string"} for number in range(900)}
     },
+    "a number with as many states as it has multiples": {"multipleOf": 10**6, "maximum": 10**6},
     "many patterns at once": {
         "allOf": [{"type": "string", "pattern": f"(.*{number}.{{10}})"} for number in range(100, 140)]
     },
@@ -151,6 +152,21 @@ def test_a_grammar_that_runs_away_is_ended_and_others_compile(schema: dict[str, 
     with pytest.raises(RequestError, match="processor time"):
         compile_grammar(asked)
     assert checkers() == [before], "what ran away once is not tried again"
+
+
+@pytest.mark.parametrize("number", [-(2**63), -(2**63) + 1])
+def test_a_grammar_that_brings_the_library_down_brings_down_nothing_else(number: int) -> None:
+    with pytest.raises(RequestError, match="exit code -11"):
+        compile_grammar(StructuredOutputsParams(json={"const": number}))
+    assert taken(StructuredOutputsParams(regex=f"{number}"), f"{number}") == (str(number), True)
+
+
+def test_a_panic_of_the_library_is_told_in_words_of_ours(capfd: pytest.CaptureFixture[str]) -> None:
+    schema = {"required": {"secret": "é" * 100}}  # its error message is cut within a character
+    with pytest.raises(RequestError, match="llguidance fails on it") as caught:
+        compile_grammar(StructuredOutputsParams(json=schema))
+    assert "secret" not in str(caught.value)
+    assert "secret" not in capfd.readouterr().err
 
 
 def test_a_compiler_that_was_ended_is_started_again() -> None:

@@ -13,6 +13,7 @@ import resource
 import signal
 import struct
 import sys
+from functools import lru_cache
 from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
@@ -21,7 +22,7 @@ from pagemill.engine.json_schemas import closed
 from pagemill.engine.lark import after_thought, tagged_text
 
 if TYPE_CHECKING:
-    from llguidance import LLParserLimits
+    from llguidance import LLParserLimits, LLTokenizer
 
 __all__ = [
     "COMPILE_LIMIT_S",
@@ -101,9 +102,30 @@ def checked(order: Order) -> Answer:
     try:
         grammar = _translated(order.form, order.text, order.options)
         failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits())
-    except BaseException as error:  # noqa: BLE001  (a panic of the Rust library is no Exception)
+        if not failed:
+            _try_out(grammar)
+    except Exception as error:  # noqa: BLE001
         return Answer(error=one_line(error))
+    except BaseException:  # noqa: BLE001  (a panic of the Rust library, whose words are for its authors)
+        return Answer(error="llguidance fails on it; check its keywords, and write it otherwise")
     return Answer(error=one_line(messages[0])) if failed else Answer(grammar)
+
+
+def _try_out(grammar: str) -> None:
+    """What the engine does with it first, here where it may take too long or bring the library down.
+
+    Over a vocabulary of bytes, so that it shows nothing of a grammar that names the model's own tokens.
+    """
+    from llguidance import LLMatcher
+
+    LLMatcher(_bytes(), grammar, log_level=0, limits=limits()).compute_bitmask()
+
+
+@lru_cache(maxsize=1)
+def _bytes() -> LLTokenizer:
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")
 
 
 def main() -> None:

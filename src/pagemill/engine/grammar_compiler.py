@@ -81,7 +81,13 @@ class _Checker:
             f"import sys; sys.path.insert(0, {package_root!r}); from pagemill.engine.grammar_check import main; main()"
         )
         command = [sys.executable, "-c", code]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # a panic of the library would print parts of the schema
+            process_group=0,
+        )
 
     def ask(self, order: bytes) -> Answer | None:
         """The child's answer, None where the order ended it."""
