@@ -272,6 +272,13 @@ def offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}
 
 
+def tokenize_in_own_thread() -> None:
+    """Keep the tokenizers' library from spreading texts over all cores, which the model needs, whatever the priority of
+    the thread that asks. TOKENIZERS_PARALLELISM, where it is set, holds.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
 def isa_override() -> str | None:
     """PAGEMILL_ISA: the instruction set to use in place of the best one (debugging)."""
     return os.environ.get("PAGEMILL_ISA") or None

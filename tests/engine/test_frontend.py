@@ -100,7 +100,7 @@ async def test_readers_that_vanish_at_any_point_leave_nothing_behind(engine: Asy
     async def vanish(index: int) -> None:
         async with aclosing(engine.generate([5 + index, 6, 7], LONG, "v", output_kind="delta")) as stream:
             for _ in range(draw.randrange(4)):
-                await anext(stream)
+                await anext(stream, None)  # on a busy machine all of it may be there at once
 
     for _ in range(4):
         await asyncio.gather(*(vanish(index) for index in range(16)))

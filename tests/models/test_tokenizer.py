@@ -219,3 +219,11 @@ def test_it_survives_the_way_to_another_process(tokenizer: Tokenizer) -> None:
         assert copy.encode("hi 😀") == original.encode("hi 😀")
         assert copy.token_bytes(60) == original.token_bytes(60)
         assert (copy.eos_ids, copy.special_ids) == (original.eos_ids, original.special_ids)
+
+
+def test_many_ids_are_decoded_as_few_are(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("Grüße <s> 😀") * 1000
+    assert len(ids) > 4096
+    for skip in (True, False):
+        few = tokenizer.decode(ids[: len(ids) // 1000], skip_special_tokens=skip)
+        assert tokenizer.decode(ids, skip_special_tokens=skip) == few * 1000

@@ -46,6 +46,9 @@ class ByteTokenizer:
                 text = text[1:]
         return ids
 
+    def min_tokens(self, text: str) -> int:
+        return -(-len(text) // len("<|close|>"))
+
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -175,6 +176,45 @@ async def test_a_prompt_longer_than_the_context_says_the_numbers(served: Served)
     error = await refused(served, COMPLETIONS, {"prompt": "a" * 600})
     assert "601" in error["message"]
     assert "512" in error["message"]
+
+
+FAR_TOO_LONG = "a" * (512 * 9 + 1)
+"""The fake's longest token has 9 characters."""
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": FAR_TOO_LONG}),
+        (COMPLETIONS, {"prompt": ["a", FAR_TOO_LONG]}),
+        (CHAT, {"messages": [{"role": "user", "content": FAR_TOO_LONG}]}),
+        ("/v1/responses", {"input": FAR_TOO_LONG}),
+    ],
+)
+async def test_a_text_far_beyond_the_context_is_refused_before_it_is_tokenised(
+    served: Served, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    encode, lengths = served.engine.tokenizer.encode, []
+
+    def noting(text: str, *, add_special_tokens: bool = True) -> list[int]:
+        lengths.append(len(text))
+        return encode(text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(served.engine.tokenizer, "encode", noting)
+    error = await refused(served, path, body)
+    assert max(lengths) < 100  # of the request after it
+    assert error["code"] == "context_length_exceeded"
+    assert re.search(r"which are 5[12]\d tokens or more", error["message"])
+    assert "512" in error["message"]
+
+
+async def test_a_text_far_beyond_the_context_is_taken_where_it_is_cut(served: Served) -> None:
+    cut = {"prompt": FAR_TOO_LONG, "truncate_prompt_tokens": 5, "max_tokens": 1}
+    answer = await served.http.post(COMPLETIONS, json=cut)
+    assert answer.json()["usage"]["prompt_tokens"] == 5
+    items = [{"role": "user", "content": FAR_TOO_LONG}, {"role": "user", "content": "b"}]
+    shortened = {"input": items, "truncation": "auto", "max_output_tokens": 16}
+    assert (await served.http.post("/v1/responses", json=shortened)).status_code == 200
 
 
 async def test_unknown_paths_and_methods(served: Served) -> None:

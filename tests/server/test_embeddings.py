@@ -181,3 +181,15 @@ async def test_a_model_that_embeds_says_where_to_ask(embedding: Served, stream: 
         answer = await embedding.http.post(path, json={**body, "stream": stream})
         assert answer.status_code == 400
         assert "/v1/embeddings" in answer.json()["error"]["message"]
+
+
+async def test_an_input_far_beyond_the_context_is_refused_before_it_is_tokenised(
+    embedding: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "a" * (512 * 9 + 1)
+    cut = {"input": text, "truncate_prompt_tokens": -1}
+    assert (await embedding.http.post("/v1/embeddings", json=cut)).json()["usage"]["prompt_tokens"] == 512
+    monkeypatch.setattr(embedding.engine.tokenizer, "encode_batch", None)
+    refused = await embedding.http.post("/v1/embeddings", json={"input": ["b", text]})
+    assert refused.status_code == 400
+    assert "513 tokens or more" in refused.json()["error"]["message"]

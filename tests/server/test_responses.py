@@ -385,11 +385,12 @@ async def test_input_tokens_are_those_of_the_request(served: Served) -> None:
     assert counted.json() == {"object": "response.input_tokens", "input_tokens": answer.usage.input_tokens}
 
 
-async def test_a_conversation_that_refers_to_one_long_item_too_often_is_refused(served: Served) -> None:
+async def test_a_conversation_that_refers_to_one_long_item_too_often_is_refused() -> None:
     long = {"role": "user", "content": "word " * 20_000}
-    made = await served.http.post("/v1/responses", json={"input": [long], "background": True})
-    (item,) = (await served.http.get(f"/v1/responses/{made.json()['id']}/input_items")).json()["data"]
-    answer = await served.http.post("/v1/responses", json={"input": [{"id": item["id"]}] * 100})
+    async with serving(FakeEngine(max_model_len=200_000)) as served:
+        made = await served.http.post("/v1/responses", json={"input": [long], "background": True})
+        (item,) = (await served.http.get(f"/v1/responses/{made.json()['id']}/input_items")).json()["data"]
+        answer = await served.http.post("/v1/responses", json={"input": [{"id": item["id"]}] * 100})
     assert answer.status_code == 400
     assert "4,194,304" in answer.json()["error"]["message"]
 

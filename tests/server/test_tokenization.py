@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pagemill.server import tokenization
 from pagemill.server.answer_schemas import TokenizerInfoResponse
 from tests.server.conftest import Served
 from tests.server.fake_engine import BOS
@@ -63,3 +64,13 @@ async def test_wrong_tokens(served: Served, tokens: Any) -> None:
     answer = await served.http.post("/detokenize", json={"tokens": tokens})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"].startswith("tokens")
+
+
+async def test_a_text_that_would_make_millions_of_tokens_is_refused(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenization, "MAX_CHARS", 100)
+    assert (await served.http.post("/tokenize", json={"prompt": "a" * 100})).json()["count"] == 101
+    refused = await served.http.post("/tokenize", json={"prompt": "a" * 101})
+    assert refused.status_code == 413
+    assert "101 characters; the most is 100" in refused.json()["error"]["message"]

@@ -59,6 +59,8 @@ class PoolingTexts:
                 which = f"input {index} is" if len(given) > 1 else "the input is"
                 raise RequestError(f"{which} empty; send at least one character or token id", param="input")
         texts = [each for each in given if isinstance(each, str)]
+        if limit is None:
+            self._check_lengths(texts)
         encoded = iter(self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens) if texts else [])
         before, after = self._around() if add_special_tokens and limit is not None and texts else (0, 0)
         found = []
@@ -84,6 +86,18 @@ class PoolingTexts:
                 token_ids = [*token_ids[: limit - 1], token_ids[-1]]
             found.append(PoolingPrompt(token_ids, second))
         return found
+
+    def _check_lengths(self, texts: Sequence[str]) -> None:
+        """Refuse what is far too long before it is tokenised."""
+        for text in texts:
+            if len(text) > self._max_model_len:
+                fewest = self._tokenizer.min_tokens(text)
+                if fewest > self._max_model_len:
+                    raise PromptTooLongError(
+                        f"the input has {len(text)} characters, which are {fewest} tokens or more, and this model takes"
+                        f" {self._max_model_len}; shorten it, or set truncate_prompt_tokens (-1: as many as fit)",
+                        param="input",
+                    )
 
     def _limit(self, params: PoolingParams) -> int | None:
         params.verify()

@@ -39,6 +39,7 @@ class ModelText:
         try:
             tokenizer = load_tokenizer(checkpoint, config.tokenizer)
             template = tokenizer.chat_template
+            _ = tokenizer.bound  # takes a moment, which nobody waits for here
             return cls(
                 name=source.name,
                 tokenizer=tokenizer,

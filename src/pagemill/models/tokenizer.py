@@ -12,7 +12,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tokenizers import Tokenizer as Backend
 from pagemill.config import DEFAULT_MODEL
 from pagemill.errors import ModelError, ModelFormatError, ModelNotFoundError, RequestError
 from pagemill.models import gguf_tokenizer, hub, wordpiece
+from pagemill.models.byte_level import TokenBound, byte_of_character
 from pagemill.models.checkpoint import Checkpoint, read_json
 from pagemill.models.gguf import GGUFFile
 from pagemill.models.gguf_tokenizer import SPACE, Vocabulary
@@ -28,6 +29,8 @@ from pagemill.models.sources import ModelSource, resolve_source
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 
+MANY_IDS = 4096
+"""From here on ids are decoded by the function that lets other threads run meanwhile."""
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -96,8 +99,19 @@ class Tokenizer:
             found.append((each.ids, begins, each.type_ids.index(1) if 1 in each.type_ids else None))
         return found
 
+    def min_tokens(self, text: str) -> int:
+        """No text like this one has fewer tokens: known at once, and far below the true number. 0: nothing is known."""
+        return self.bound.min_tokens(text)
+
+    @cached_property
+    def bound(self) -> TokenBound:
+        """Made once; takes a moment for a large vocabulary."""
+        return TokenBound(self.backend)
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``ids``; bytes that are not UTF-8 show as U+FFFD."""
+        if len(ids) > MANY_IDS:
+            return self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def id_to_token(self, index: int) -> str | None:
@@ -123,7 +137,7 @@ class Tokenizer:
         if piece is None:
             return b""
         if self._style == "bytes":
-            table = _byte_of_character()
+            table = byte_of_character()
             known = [table.get(character) for character in piece]
             return piece.encode() if None in known else bytes(known)  # type: ignore[arg-type]
         if self._style == "spaces":
@@ -140,14 +154,6 @@ def _check_unicode(text: str) -> None:
             f"the text has a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}; "
             "send valid Unicode"
         ) from error
-
-
-@cache
-def _byte_of_character() -> dict[str, int]:
-    """GPT-2's way to write each byte as a printable character: the printable ones of Latin-1 as they are."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _decoding_style(backend: Backend) -> str:

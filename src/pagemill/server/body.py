@@ -7,7 +7,8 @@ client that goes away. Must not parse.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -15,13 +16,46 @@ from starlette.types import Receive
 
 from pagemill.errors import PayloadTooLargeError
 
-__all__ = ["ClientDisconnect", "cancelled_by_disconnect", "read_body", "until_gone"]
+__all__ = [
+    "IS_GONE",
+    "ClientDisconnect",
+    "cancelled_by_disconnect",
+    "go_on_without_client",
+    "raise_if_gone",
+    "read_body",
+    "until_gone",
+]
+
+IS_GONE = "pagemill.is_gone"
+"""Where the state in the scope of a request has a function that says whether its connection is closed."""
 
 T = TypeVar("T")
 
 
+def _never() -> bool:
+    return False
+
+
+_is_gone: ContextVar[Callable[[], bool]] = ContextVar("is_gone", default=_never)
+
+
+def go_on_without_client() -> None:
+    """What the current task does is done whether or not its client stays."""
+    _is_gone.set(_never)
+
+
+def raise_if_gone() -> None:
+    """Raise ClientDisconnect where the client of the request that is worked on has gone; known without waiting."""
+    if _is_gone.get()():
+        raise ClientDisconnect
+
+
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body; raises PayloadTooLargeError as soon as it is known to be over ``limit`` bytes."""
+    """The whole body; raises PayloadTooLargeError as soon as it is known to be over ``limit`` bytes.
+
+    ClientDisconnect where the client has sent it and is gone.
+    """
+    _is_gone.set(request.scope.get("state", {}).get(IS_GONE, _never))
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(int(declared), limit)
@@ -38,6 +72,8 @@ async def read_body(request: Request, limit: int) -> bytes:
             raise _too_large(size, limit)
         parts.append(body)
         if not message.get("more_body", False):
+            await asyncio.sleep(0)  # the event loop has not looked at what came after the body yet
+            raise_if_gone()
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 

@@ -26,8 +26,9 @@ from pagemill.params import (
 )
 from pagemill.server.body import unless_gone
 from pagemill.server.context import ServerContext, chat_messages, json_response, text_of
-from pagemill.server.generation import Job, Prompt, Usage, off_loop, outputs, response_id
+from pagemill.server.generation import Job, Prompt, Usage, outputs, response_id
 from pagemill.server.logprobs import chat_logprobs, prompt_logprobs
+from pagemill.server.offload import off_loop
 from pagemill.server.parsers.answer import AnswerParser, Message, delta_fields
 from pagemill.server.parsers.deltas import Delta
 from pagemill.server.protocol import ChatCompletionRequest, answer_headers
@@ -47,10 +48,14 @@ class PreparedChat:
     """One for each choice; None where the text is the content."""
 
 
-async def prepare_chat(context: ServerContext, asked: ChatCompletionRequest) -> PreparedChat:
-    """Check, render, tokenise. Raises RequestError."""
+async def prepare_chat(
+    context: ServerContext, asked: ChatCompletionRequest, *, refuse_long: bool = True
+) -> PreparedChat:
+    """Check, render, tokenise. Raises RequestError; with ``refuse_long`` before it tokenises what cannot fit."""
     params = asked.sampling_params(context.defaults)
     text = await context.render_chat(asked)
+    if refuse_long:
+        context.check_length(text, params)
     use, formats = asked.tool_use, context.formats_for(asked)
     if use.mode == "auto" and not context.config.enable_auto_tool_choice:
         use = NO_TOOLS

@@ -17,8 +17,9 @@ from pagemill.errors import EngineError, RequestError
 from pagemill.params import CompletionOutput, FinishReason, RequestOutput, SamplingParams
 from pagemill.server.body import unless_gone
 from pagemill.server.context import ServerContext, json_response
-from pagemill.server.generation import Job, Prompt, Usage, off_loop, outputs, response_id
+from pagemill.server.generation import Job, Prompt, Usage, outputs, response_id
 from pagemill.server.logprobs import TokenTexts, completion_logprobs, prompt_logprobs
+from pagemill.server.offload import off_loop
 from pagemill.server.protocol import CompletionRequest, answer_headers
 from pagemill.server.sse import ChunkWriter, EventStream
 from pagemill.server.structured import constrained_by
@@ -72,6 +73,9 @@ async def read_prompts(context: ServerContext, asked: CompletionRequest, params:
             for single in singles
         ]
 
+    for single in singles:
+        if isinstance(single, str):
+            context.check_length(single, params)
     chars = sum(len(single) for single in singles if isinstance(single, str))
     prompts = await off_loop(chars, encode_all)
     for single, prompt in zip(singles, prompts, strict=True):

@@ -16,6 +16,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pagemill.config import ServerConfig
+from pagemill.server.body import IS_GONE
 from pagemill.server.errors import error_body
 
 __all__ = ["connection_class"]
@@ -242,6 +243,7 @@ class Connection(HttpToolsProtocol):
                 self._problem = 400, "the server is no proxy: CONNECT is not valid HTTP/1.1 here"
             self._wants_upgrade = True
         elif self._problem is None:
+            self.scope["state"][IS_GONE] = self.transport.is_closing
             super().on_headers_complete()
             self._in_head = False
             self.shared.idle.pop(self, None)

@@ -14,15 +14,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagemill.config import ServerConfig
-from pagemill.errors import ModelNotFoundError, RequestError
+from pagemill.errors import ModelNotFoundError, PromptTooLongError, RequestError
 from pagemill.models.chat_template import ChatTemplate
 from pagemill.params import SamplingParams
 from pagemill.server.block_map import BlockMap
 from pagemill.server.body import read_body
 from pagemill.server.engine_port import Engine
-from pagemill.server.generation import Admission, off_loop
+from pagemill.server.generation import Admission
 from pagemill.server.keys import Keys
 from pagemill.server.memory import MemoryReturn
+from pagemill.server.offload import off_loop
 from pagemill.server.parsers.registry import Formats
 from pagemill.server.protocol import ChatCompletionRequest, RequestT, TokenizeRequest, parse
 from pagemill.server.request_log import NoLog, RefusalLog
@@ -79,6 +80,19 @@ class ServerContext:
         """Empty or absent means the default; any other name must be the served one."""
         if name and name != self.model_name:
             raise ModelNotFoundError(f"the model {name[:200]!r} does not exist; this server has {self.model_name!r}")
+
+    def check_length(self, text: str, params: SamplingParams) -> None:
+        """Refuse what is far too long for the context before it is tokenised, unless it is to be cut."""
+        limit = self.engine.max_model_len
+        if len(text) <= limit or params.truncate_prompt_tokens is not None:
+            return
+        fewest = self.engine.tokenizer.min_tokens(text)
+        if fewest > limit:
+            raise PromptTooLongError(
+                f"the prompt has {len(text)} characters, which are {fewest} tokens or more, and this model's context is"
+                f" {limit} tokens; shorten the prompt or set truncate_prompt_tokens",
+                param="prompt",
+            )
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Tokenise; long texts off the event loop."""

@@ -21,7 +21,8 @@ from pagemill.errors import RequestError
 from pagemill.params import RequestOutput
 from pagemill.server.body import unless_gone
 from pagemill.server.context import ServerContext
-from pagemill.server.generation import Usage, off_loop, response_id
+from pagemill.server.generation import Usage, response_id
+from pagemill.server.offload import off_loop
 from pagemill.server.pooling_schema import EmbeddingRequest, PoolingRequest
 from pagemill.server.protocol import answer_headers
 

@@ -1,7 +1,7 @@
 """One HTTP request's work on the engine: its prompts, tokenised, running side by side.
 
-Owns tokenisation off the event loop for long texts, the fan-out over a list of prompts, ids, the bound on open
-sequences, and usage. A generator that is closed early (a client went away) aborts what still runs.
+Owns the fan-out over a list of prompts, ids, the bound on open sequences, and usage. A generator that is closed early
+(a client went away) aborts what still runs.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from pagemill.engine.beam_search import BeamSearch, step_params
 from pagemill.engine.detokenizer import Vocabulary
@@ -22,22 +22,10 @@ from pagemill.errors import PromptTooLongError, QueueFullError, RequestError
 from pagemill.params import BeamSearchParams, RequestOutput, SamplingParams
 from pagemill.server.engine_port import Engine
 
-__all__ = ["Admission", "Job", "Prompt", "Usage", "off_loop", "outputs", "response_id"]
-
-INLINE_CHARS = 8192
-"""Up to here tokenising costs well under a millisecond; a thread would cost more than it saves."""
+__all__ = ["Admission", "Job", "Prompt", "Usage", "outputs", "response_id"]
 
 MAX_ENTRIES = 1 << 18
 """Entries of one list parameter times sequences: each sequence sends and checks its own (0.1 s at the limit)."""
-
-T = TypeVar("T")
-
-
-async def off_loop(chars: int, work: Callable[[], T]) -> T:
-    """Run ``work`` here if the text is short, else in a thread (tokenizers release the GIL)."""
-    if chars <= INLINE_CHARS:
-        return work()
-    return await asyncio.to_thread(work)
 
 
 @dataclass(slots=True)

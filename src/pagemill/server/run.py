@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagemill.config import EngineConfig, ServerConfig
+from pagemill.config import EngineConfig, ServerConfig, tokenize_in_own_thread
 from pagemill.engine.frontend import AsyncLLM
 from pagemill.engine.process import EngineProcess
 from pagemill.errors import ConfigError
@@ -46,6 +46,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Serve until a signal; returns the exit code."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     logging.getLogger("pagemill").setLevel(server_config.log_level.upper())
+    tokenize_in_own_thread()
     phases = _Phases()
     template = _template_source(server_config.chat_template)
     keys = Keys(server_config.api_key, server_config.api_key_file)

@@ -17,7 +17,8 @@ from pagemill.params import PoolingParams, RequestOutput
 from pagemill.server.body import unless_gone
 from pagemill.server.context import ServerContext, json_response
 from pagemill.server.embeddings import pool, usage_of
-from pagemill.server.generation import off_loop, response_id
+from pagemill.server.generation import response_id
+from pagemill.server.offload import off_loop
 from pagemill.server.pooling_schema import RerankRequest, ScoreRequest
 from pagemill.server.protocol import answer_headers
 

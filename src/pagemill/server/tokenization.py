@@ -5,12 +5,16 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagemill.errors import RequestError
+from pagemill.errors import PayloadTooLargeError, RequestError
 from pagemill.server.context import ServerContext, json_response
-from pagemill.server.generation import off_loop
+from pagemill.server.offload import off_loop
 from pagemill.server.protocol import DetokenizeRequest, TokenizeRequest
 
 __all__ = ["detokenize", "tokenize", "tokenizer_info"]
+
+MAX_CHARS = 1 << 20
+"""Of a text. Each may be a token, and what is made of a million of them holds everybody up for a few hundredths of a
+second."""
 
 
 async def tokenize(context: ServerContext, request: Request) -> Response:
@@ -25,6 +29,10 @@ async def tokenize(context: ServerContext, request: Request) -> Response:
     else:
         text = await context.render_chat(asked)
         add_special = bool(asked.add_special_tokens)
+    if len(text) > MAX_CHARS:
+        raise PayloadTooLargeError(
+            f"the text has {len(text):,} characters; the most is {MAX_CHARS:,}; send it in pieces, cut between words"
+        )
     tokens = await context.encode(text, add_special_tokens=add_special)
     strings = None
     if asked.return_token_strs:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from pagemill.engine.caller import CALLER
 from pagemill.errors import NotFoundError, RequestError
-from pagemill.server.body import unless_gone
+from pagemill.server.body import go_on_without_client, unless_gone
 from pagemill.server.chat import PreparedChat, prepare_chat
 from pagemill.server.context import ServerContext, json_response
 from pagemill.server.protocol import answer_headers
@@ -170,7 +170,8 @@ async def _fitting(context: ServerContext, asked: ResponsesRequest, messages: li
     """The chat, with truncation auto without its oldest messages where it would not fit."""
 
     async def without(count: int) -> PreparedChat:
-        return await prepare_chat(context, asked.chat_request([*messages[:fixed], *messages[fixed + count :]]))
+        chat = asked.chat_request([*messages[:fixed], *messages[fixed + count :]])
+        return await prepare_chat(context, chat, refuse_long=asked.truncation != "auto")
 
     def fits(prepared: PreparedChat) -> bool:
         (prompt,) = prepared.job.prompts
@@ -205,6 +206,7 @@ async def _streamed(
 
 
 async def _in_background(context: ServerContext, entry: StoredResponse, run: ResponseRun) -> None:
+    go_on_without_client()
     try:
         async with aclosing(run.events(opened=True)) as pieces:
             async for piece in pieces:

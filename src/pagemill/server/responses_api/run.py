@@ -17,8 +17,9 @@ from pagemill.errors import EngineError, PagemillError, PromptTooLongError, Queu
 from pagemill.params import CompletionOutput, FinishReason
 from pagemill.server.chat import PreparedChat
 from pagemill.server.context import ServerContext
-from pagemill.server.generation import Usage, off_loop, outputs
+from pagemill.server.generation import Usage, outputs
 from pagemill.server.logprobs import chat_logprobs
+from pagemill.server.offload import off_loop
 from pagemill.server.parsers.deltas import Text
 from pagemill.server.responses_api.items import new_id
 from pagemill.server.responses_api.output import Event, OutputItems
