@@ -1,6 +1,5 @@
 #include "linear/quantize.h"
 
-#include <cmath>
 #include <cstring>
 
 #include "isa/vec.h"
@@ -11,21 +10,24 @@ namespace {
 constexpr float kOver127 = 1.0f / 127.0f;
 
 // Thirty-two values at a time, the group of the grouped kernels: the largest magnitude, and rounding to int8 with the
-// sums of both halves.
+// sums of both halves. Magnitudes are compared as integers, among which NaN is the largest: it must show in the scale.
 #if defined(__AVX2__)  // 256 bits also under AVX-512: what is packed into 32 bytes is short
 
 using Sums = __m256i;  // of four q each; the first half in lanes 0 to 3
 
-inline __m256 absmax_lanes(const float* x) {
-  const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FFFFFFF));
-  const auto at = [&](int i) { return _mm256_and_ps(_mm256_loadu_ps(x + 8 * i), magnitude); };
-  return _mm256_max_ps(_mm256_max_ps(at(0), at(1)), _mm256_max_ps(at(2), at(3)));
+inline __m256i max_lanes(__m256i a, __m256i b) { return _mm256_max_epi32(a, b); }
+inline __m256i absmax_lanes(const float* x) {
+  const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
+  const auto at = [&](int i) {
+    return _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 8 * i)), magnitude);
+  };
+  return max_lanes(max_lanes(at(0), at(1)), max_lanes(at(2), at(3)));
 }
-inline __m256 max_lanes(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
-inline float largest(__m256 lanes) {
-  __m128 m = _mm_max_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1));
-  m = _mm_max_ps(m, _mm_movehl_ps(m, m));
-  return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+inline float largest(__m256i lanes) {
+  __m128i m = _mm_max_epi32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1));
+  m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4E));
+  m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0xB1));
+  return _mm_cvtss_f32(_mm_castsi128_ps(m));
 }
 inline Sums round_32(const float* x, float inverse, int8_t* q) {
   const __m256 factor = _mm256_set1_ps(inverse);
@@ -51,13 +53,21 @@ struct Sums {
   int32_t first, second;
 };
 
-inline float absmax_lanes(const float* x) {
-  float most = 0;
-  for (int i = 0; i < 32; ++i) most = std::fabs(x[i]) > most ? std::fabs(x[i]) : most;
+inline uint32_t max_lanes(uint32_t a, uint32_t b) { return a > b ? a : b; }
+inline uint32_t absmax_lanes(const float* x) {
+  uint32_t most = 0;
+  for (int i = 0; i < 32; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, x + i, 4);
+    most = max_lanes(most, bits & 0x7FFFFFFFu);
+  }
   return most;
 }
-inline float max_lanes(float a, float b) { return a > b ? a : b; }
-inline float largest(float lanes) { return lanes; }
+inline float largest(uint32_t lanes) {
+  float most;
+  std::memcpy(&most, &lanes, 4);
+  return most;
+}
 inline Sums round_32(const float* x, float inverse, int8_t* q) {
   Sums sums = {0, 0};
   for (int i = 0; i < 32; ++i) {

@@ -342,6 +342,35 @@ def test_group_quantisation(isa: str, k: int) -> None:
     assert torch.equal(total, want.sum(2).int())
 
 
+def test_groups_of_very_different_size_lose_nothing_and_overflow_nowhere(isa: str) -> None:
+    case = make("group4_min", 33, 640)
+    x = torch.randn(9, 640, generator=torch.Generator().manual_seed(14))
+    x[1] *= torch.logspace(30, -30, 640)
+    x[2] *= torch.logspace(-30, 30, 640)
+    x[3, :64] *= 1e30
+    x[4, 64:] = 0
+    x[5, :576] = 0
+    x[6] = 0
+    x[7] *= 1e-34
+    x[8, 100:400] *= 1e-12
+    want, got = reference(case, "group4_min", x), run(case, x)
+    unit = want.abs().amax(1, keepdim=True) + 1e-35
+    assert ((got.double() - want).abs() / unit).max() < 3e-5
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("at", [0, 100, 639])
+@pytest.mark.parametrize("kind", ["int8", "group4_min", "group8_16"])
+def test_a_row_that_is_not_finite_shows_in_its_outputs_alone(isa: str, kind: str, bad: float, at: int) -> None:
+    case = make(kind, 33, 640)
+    x = torch.randn(3, 640, generator=torch.Generator().manual_seed(15))
+    clean = run(case, x)
+    x[1, at] = bad
+    got = run(case, x)
+    assert not torch.isfinite(got[1]).any()
+    assert torch.equal(got[[0, 2]], clean[[0, 2]])
+
+
 @pytest.mark.parametrize("block", [1, 2, 4, 8, 16, 32, 64, 128, 512])
 def test_hadamard_is_orthonormal_and_its_own_inverse(isa: str, block: int) -> None:
     x = torch.randn(4, 3 * block, generator=torch.Generator().manual_seed(12))
