@@ -119,12 +119,12 @@ def _vllm_requirements(python: Path) -> list[str]:
     return [line for line in plain if line.split(";")[0].split("=")[0].strip(" <>~!") not in skipped]
 
 
-def requantized(binaries: Path, gguf: Path, kind: str) -> Path:
-    """The file's weights as another GGUF type (from its dequantised values)."""
+def requantized(binaries: Path, gguf: Path, kind: str, *options: str) -> Path:
+    """The file's weights as another GGUF type (from its dequantised values); ``options`` of llama-quantize."""
     target = BUILD / f"{gguf.name.removesuffix('.gguf').rpartition('.')[0]}.{kind}.gguf"
     if not target.exists():
         part = target.with_suffix(".part")
-        _run(binaries / "llama-quantize", "--allow-requantize", gguf, part, kind)
+        _run(binaries / "llama-quantize", "--allow-requantize", *options, gguf, part, kind)
         part.rename(target)
     return target
 

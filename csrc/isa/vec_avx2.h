@@ -99,15 +99,21 @@ inline W8 prepare_w8(I32 w) {
   asm("vpxor %2, %1, %0" : "=x"(value) : "x"(w), "m"(kFlip));
   return {value, _mm256_abs_epi8(value)};
 }
+// The additions are not intrinsics, which are sums to GCC like any other: it adds the products of all unrolled steps to
+// each other first, and keeps them on the stack until then, which halves the speed.
 inline I32 dot8(I32 acc, W8 w, I32 a) {
   const I32 pairs = _mm256_maddubs_epi16(w.magnitude, _mm256_sign_epi8(a, w.value));
-  return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  asm("vpaddd %1, %0, %0" : "+x"(acc) : "x"(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
+  return acc;
 }
 
 // 4-bit weights stay in int16 for a whole group: 8 steps of at most 2 * 15 * 127 are 30480.
 using S4 = I32;
 inline S4 start4(I32) { return zero_i32(); }
-inline S4 step4(S4 acc, I32 w, I32 a) { return _mm256_add_epi16(acc, _mm256_maddubs_epi16(w, a)); }
+inline S4 step4(S4 acc, I32 w, I32 a) {
+  asm("vpaddw %1, %0, %0" : "+x"(acc) : "x"(_mm256_maddubs_epi16(w, a)));
+  return acc;
+}
 template <class Offset>
 inline I32 finish4(S4 acc, Offset offset) {
   return _mm256_add_epi32(_mm256_madd_epi16(acc, _mm256_set1_epi16(1)), offset());
