@@ -70,7 +70,9 @@ class PoolingConfig:
     num_scores: int = 0
     """Outputs of a classifier over the pooled state, in place of an embedding; a cross-encoder has one. 0: none."""
     score_activation: str = "identity"
-    """What is applied to scores: sigmoid or identity."""
+    """What is applied to scores: sigmoid, softmax or identity."""
+    labels: tuple[str, ...] = ()
+    """Names of the scores, where the model's files name each."""
 
 
 @dataclass(frozen=True, kw_only=True)

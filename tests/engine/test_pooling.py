@@ -126,7 +126,7 @@ def test_what_a_model_does_not_do_is_said(bert: LLM, crossing: LLM, tmp_path: Pa
     for llm in (bert, crossing):
         with pytest.raises(RequestError, match="makes vectors and no text"):
             llm.generate("a", use_tqdm=False)
-    with pytest.raises(RequestError, match="use /score or /rerank"):
+    with pytest.raises(RequestError, match="use /classify, /score or /rerank"):
         crossing.embed("a")
     with LLM(tiny_llama(tmp_path / "llama"), **OPTIONS) as llm:
         for ask in (lambda: llm.embed("a"), lambda: llm.score("a", "b")):

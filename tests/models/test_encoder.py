@@ -82,8 +82,25 @@ def test_a_classifier_s_scores_equal_transformers(cross_encoder: Path) -> None:
     with torch.inference_mode():
         expected = reference(torch.tensor([row])).logits[0]
     model = load(cross_encoder)
-    assert model.config.pooling == PoolingConfig(kind="cls", num_scores=1, score_activation="sigmoid")
+    assert model.config.pooling == PoolingConfig(
+        kind="cls", num_scores=1, score_activation="sigmoid", labels=("LABEL_0",)
+    )
     torch.testing.assert_close(hidden(model, [row])[0][0], expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    ("problem", "activation"), [("single_label_classification", "softmax"), ("multi_label_classification", "sigmoid")]
+)
+def test_a_classifier_of_many_classes_has_their_names_and_its_problem_s_activation(
+    tmp_path: Path, problem: str, activation: str
+) -> None:
+    labels = {0: "bad", 1: "fair", 2: "good"}
+    kind = "BertForSequenceClassification"
+    path = tiny_bert(tmp_path / "bert", kind=kind, id2label=labels, problem_type=problem)
+    assert load(path).config.pooling == PoolingConfig(
+        kind="cls", num_scores=3, score_activation=activation, labels=("bad", "fair", "good")
+    )
 
 
 @pytest.mark.filterwarnings("default")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from pagemill.server.answer_schemas import ChatCompletionResponse
+from pagemill.server.answer_schemas import ChatCompletionChunk, ChatCompletionResponse
 from tests.server.conftest import Served, serving
 from tests.server.fake_engine import BOS, OPEN, FakeEngine
 
@@ -102,3 +103,21 @@ async def test_a_developer_is_the_system_to_a_template_that_knows_none(served: S
     template = "{# developer #}{% for m in messages %}{{ m.role }};{% endfor %}"
     await served.http.post(PATH, json={"messages": messages, "chat_template": template})
     assert prompt_of(served) == "developer;user;"
+
+
+async def test_what_is_said_of_the_prompt_stands_beside_the_choices_of_the_first_event(served: Served) -> None:
+    body = {"messages": HI, "return_token_ids": True, "prompt_logprobs": 0, "max_tokens": 2, "n": 2}
+    whole = (await served.http.post(PATH, json=body)).json()
+    answer = await served.http.post(PATH, json=body | {"stream": True, "stream_options": {"include_usage": True}})
+    first, *rest = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    ChatCompletionChunk.model_validate(first, strict=True)
+    assert whole["prompt_logprobs"][0] is None
+    for name in ("prompt_token_ids", "prompt_logprobs"):
+        assert first[name] == whole[name]
+        assert not any(name in event or any(name in choice for choice in event["choices"]) for event in rest)
+
+
+async def test_vllm_s_default_of_a_beam_s_parameter_is_no_mistake_without_beams(served: Served) -> None:
+    body = {"messages": HI, "max_tokens": 1, "length_penalty": 1.0}
+    assert (await served.http.post(PATH, json=body)).status_code == 200
+    assert (await served.http.post(PATH, json=body | {"length_penalty": 2.0})).status_code == 400

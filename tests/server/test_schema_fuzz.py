@@ -34,7 +34,7 @@ FEW, MANY = 25, 200
 MOST_REPAIRS = 6
 """Fields that are taken out of one refused body."""
 
-POOLED = ("/v1/embeddings", "/v1/rerank", "/v1/score")
+POOLED = ("/v1/embeddings", "/v1/rerank", "/v1/score", "/pooling", "/classify")
 ALIASES = ("/rerank", "/v2/rerank", "/score")
 POOLING = {"pools": PoolingConfig(kind="mean"), "scores": PoolingConfig(kind="cls", num_scores=1)}
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pagemill.model_config import PoolingConfig
-from pagemill.server.pooling_schema import RerankResponse, ScoreResponse
+from pagemill.server.pooling_schema import ClassifyResponse, PoolResponse, RerankResponse, ScoreResponse
 from tests.server.conftest import Served, serving
 from tests.server.fake_engine import BOS, EOS, FakeEngine
 
@@ -89,7 +89,7 @@ async def test_a_long_document_is_cut_and_a_long_query_is_not(crossing: Served) 
 async def test_a_cross_encoder_does_not_embed(crossing: Served) -> None:
     answer = await crossing.http.post("/v1/embeddings", json={"input": "a"})
     assert answer.status_code == 400
-    assert "use /score or /rerank" in answer.json()["error"]["message"]
+    assert "use /classify, /score or /rerank" in answer.json()["error"]["message"]
 
 
 async def test_a_classifier_of_several_classes_does_not_score() -> None:
@@ -117,3 +117,50 @@ async def test_what_is_wrong_is_named(embedding: Served, path: str, body: dict[s
     answer = await embedding.http.post(path, json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+
+
+@pytest.fixture
+async def classifying() -> AsyncIterator[Served]:
+    """Three equal logits, a tenth of the number of letters each."""
+    pooling = PoolingConfig(kind="cls", num_scores=3, score_activation="softmax", labels=("bad", "fair", "good"))
+    async with serving(FakeEngine(pooling=pooling)) as running:
+        yield running
+
+
+async def test_classes_have_probabilities_and_the_best_one_a_name(classifying: Served) -> None:
+    answer = await classifying.http.post("/classify", json={"input": ["abc", "ab"]})
+    shown = ClassifyResponse.model_validate_json(answer.content, strict=True)
+    assert [(item.label, item.num_classes) for item in shown.data] == [("bad", 3)] * 2
+    assert shown.data[0].probs == pytest.approx([1 / 3] * 3)
+    raw = (await classifying.http.post("/classify", json={"input": "abc", "use_activation": False})).json()
+    assert raw["data"][0]["probs"] == pytest.approx([0.3] * 3)
+    assert shown.usage.prompt_tokens == 4 + 3
+
+
+async def test_pooling_gives_what_the_model_makes(classifying: Served, embedding: Served) -> None:
+    answer = await classifying.http.post("/pooling", json={"input": "abc", "task": "classify"})
+    shown = PoolResponse.model_validate_json(answer.content, strict=True)
+    assert shown.data[0].data == pytest.approx([1 / 3] * 3)
+    body = {"input": ["ab", "c"], "encoding_format": "base64"}
+    pooled = (await embedding.http.post("/pooling", json=body)).json()
+    embedded = (await embedding.http.post("/v1/embeddings", json=body)).json()
+    assert [item["data"] for item in pooled["data"]] == [item["embedding"] for item in embedded["data"]]
+    body = {"input": "aab", "use_activation": False}
+    (plain,) = (await embedding.http.post("/pooling", json=body)).json()["data"]
+    assert max(plain["data"]) == 2
+
+
+async def test_a_model_does_only_what_it_was_made_for(classifying: Served, embedding: Served, served: Served) -> None:
+    refusals = [
+        (embedding, "/classify", {"input": "a"}, "does not classify"),
+        (embedding, "/pooling", {"input": "a", "task": "classify"}, "does not classify"),
+        (classifying, "/pooling", {"input": "a", "task": "embed"}, "makes no embeddings"),
+        (classifying, "/pooling", {"input": "a", "dimensions": 2}, "makes no embeddings"),
+        (served, "/pooling", {"input": "a"}, "generates text"),
+        (served, "/classify", {"input": "a"}, "generates text"),
+        (embedding, "/v1/embeddings", {"input": "a", "embed_dtype": "float16"}, "float32"),
+    ]
+    for running, path, body, words in refusals:
+        answer = await running.http.post(path, json=body)
+        assert answer.status_code == 400
+        assert words in answer.json()["error"]["message"]

@@ -21,9 +21,12 @@ __all__ = [
     "Comparison",
     "PoolingPrompt",
     "PoolingTexts",
+    "Vector",
+    "check_classifies",
     "check_embeds",
     "check_generates",
     "check_pools",
+    "class_scores",
     "embedding",
 ]
 
@@ -155,7 +158,7 @@ def check_embeds(pooling: PoolingConfig | None, params: PoolingParams, size: int
     pooling = check_pools(pooling)
     if pooling.num_scores:
         raise RequestError(
-            "this model scores pairs of texts and makes no embeddings; use /score or /rerank (LLM.score)"
+            "this model classifies and makes no embeddings; use /classify, /score or /rerank (LLM.score)"
         )
     if params.dimensions is not None and params.dimensions > size:
         raise RequestError(
@@ -163,6 +166,25 @@ def check_embeds(pooling: PoolingConfig | None, params: PoolingParams, size: int
             param="dimensions",
         )
     return pooling
+
+
+def check_classifies(pooling: PoolingConfig | None) -> PoolingConfig:
+    """Refuse a model that is no classifier."""
+    pooling = check_pools(pooling)
+    if not pooling.num_scores:
+        raise RequestError("this model embeds and does not classify; use /v1/embeddings, or serve a classifier")
+    return pooling
+
+
+def class_scores(output: RequestOutput, pooling: PoolingConfig, *, activate: bool = True) -> Vector:
+    """A classifier's outputs, float32 [num_scores]: probabilities, or the logits."""
+    logits = _raw(output)
+    if not activate or pooling.score_activation == "identity":
+        return logits
+    if pooling.score_activation == "sigmoid":
+        return np.array([_sigmoid(float(logit)) for logit in logits], np.float32)
+    weights = np.exp(logits.astype(np.float64) - float(logits.max()))
+    return np.asarray(weights / weights.sum(), np.float32)
 
 
 def embedding(output: RequestOutput, pooling: PoolingConfig, params: PoolingParams) -> Vector:
@@ -231,6 +253,10 @@ def _score(output: RequestOutput, pooling: PoolingConfig, *, activate: bool = Tr
     logit = float(_raw(output)[0])
     if not activate or pooling.score_activation == "identity":
         return logit
+    return _sigmoid(logit)
+
+
+def _sigmoid(logit: float) -> float:
     return float(1.0 / (1.0 + np.exp(-logit))) if logit >= 0 else float(np.exp(logit) / (1.0 + np.exp(logit)))
 
 

@@ -55,6 +55,7 @@ def pooling_of(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig)
         normalize=given.get("normalize", normalize),
         num_scores=scores,
         score_activation=_score_activation(checkpoint.config, scores),
+        labels=_labels(checkpoint.config, scores),
     )
 
 
@@ -149,13 +150,23 @@ def _num_scores(checkpoint: Checkpoint) -> int:
 
 
 def _score_activation(config: Mapping[str, Any], scores: int) -> str:
-    """As sentence-transformers' CrossEncoder chooses it: what the config names, else a sigmoid over one score."""
+    """What the config names, else a sigmoid over one score or independent ones, and a softmax over classes."""
     inner = config.get("sentence_transformers")
     named = inner.get("activation_fn") if isinstance(inner, Mapping) else None
     named = named or config.get("sbert_ce_default_activation_function")
+    if not scores:
+        return "identity"
     if named is None:
-        return "sigmoid" if scores == 1 else "identity"
+        alone = scores == 1 or config.get("problem_type") == "multi_label_classification"
+        return "sigmoid" if alone else "softmax"
     kind = str(named).rpartition(".")[2].lower()
     if kind not in ("sigmoid", "identity"):
         raise UnsupportedModelError(f"config.json names the score activation {named!r}; supported: Sigmoid, Identity")
     return kind
+
+
+def _labels(config: Mapping[str, Any], scores: int) -> tuple[str, ...]:
+    """Names of a classifier's outputs; none where the config has not one for each."""
+    named = config.get("id2label")
+    found = [named.get(str(index)) for index in range(scores)] if isinstance(named, Mapping) else []
+    return tuple(map(str, found)) if None not in found else ()

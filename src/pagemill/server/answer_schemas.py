@@ -196,7 +196,6 @@ class ChatChunkChoice(BaseModel):
     finish_reason: Reason | None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
 
 
 class ChatCompletionChunk(BaseModel):
@@ -208,6 +207,8 @@ class ChatCompletionChunk(BaseModel):
     model: str
     choices: list[ChatChunkChoice]
     usage: UsageResponse | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
 class TokenizeResponse(BaseModel):

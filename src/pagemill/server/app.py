@@ -38,8 +38,12 @@ from pagemill.server.gate import Gate
 from pagemill.server.keys import Keys
 from pagemill.server.openapi import STREAMED, described, document
 from pagemill.server.pooling_schema import (
+    ClassifyRequest,
+    ClassifyResponse,
     EmbeddingRequest,
     EmbeddingResponse,
+    PoolRequest,
+    PoolResponse,
     RerankRequest,
     RerankResponse,
     ScoreRequest,
@@ -62,6 +66,8 @@ POSTS: tuple[tuple[str, Handler, type[BaseModel], type[BaseModel]], ...] = (
     ("/v1/responses", responses.create_response, ResponsesRequest, ResponseObject),
     ("/v1/responses/input_tokens", responses.count_input_tokens, ResponsesRequest, InputTokens),
     ("/v1/embeddings", embeddings.create_embedding, EmbeddingRequest, EmbeddingResponse),
+    ("/pooling", embeddings.create_pooling, PoolRequest, PoolResponse),
+    ("/classify", embeddings.classify, ClassifyRequest, ClassifyResponse),
     ("/rerank", scoring.rerank, RerankRequest, RerankResponse),
     ("/v1/rerank", scoring.rerank, RerankRequest, RerankResponse),
     ("/v2/rerank", scoring.rerank, RerankRequest, RerankResponse),

@@ -222,9 +222,16 @@ class _Answer:
 
     def _openings(self, writer: ChunkWriter, output: RequestOutput) -> list[bytes]:
         """The role of every choice, before any text; then what echo repeats."""
-        extra = {"prompt_token_ids": output.prompt_token_ids} if self.asked.return_token_ids else None
+        beside: dict[str, Any] = {"prompt_token_ids": output.prompt_token_ids} if self.asked.return_token_ids else {}
+        if output.prompt_logprobs is not None:
+            beside["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         pieces = [
-            writer.choice(index, {"role": self.role, "content": ""}, extra=extra, usage=self._running_usage())
+            writer.choice(
+                index,
+                {"role": self.role, "content": ""},
+                usage=self._running_usage(),
+                beside=None if index else beside,
+            )
             for index in range(self.job.params.n)
         ]
         if self.echoed:

@@ -17,8 +17,12 @@ from pagemill.server.protocol import ID_CHARS, TokenId
 from pagemill.server.structured import Model
 
 __all__ = [
+    "ClassifyRequest",
+    "ClassifyResponse",
     "EmbeddingRequest",
     "EmbeddingResponse",
+    "PoolRequest",
+    "PoolResponse",
     "PoolingRequest",
     "RerankRequest",
     "RerankResponse",
@@ -34,10 +38,11 @@ class PoolingRequest(Model):
     truncate_prompt_tokens: int | None = Field(
         None, description="Keep only this many of an input's first tokens; -1: as many as fit. Default: cut nothing."
     )
+    truncation_side: Literal["right"] | None = Field(None, description="Inputs are cut at their end.")
     priority: int | None = Field(None, description="Lower goes first (with --scheduling-policy priority).")
     request_id: str | None = Field(None, max_length=128, pattern=ID_CHARS, description="Part of the answer's id.")
     cache_salt: str | None = Field(
-        None, min_length=1, max_length=256, description="Share cached prefixes only within this salt."
+        None, min_length=1, max_length=1024, description="Share cached prefixes only within this salt."
     )
     user: str | None = None
 
@@ -53,6 +58,9 @@ class EmbeddingRequest(PoolingRequest):
     )
     dimensions: int | None = Field(None, description="Keep the first so many values, scaled to length 1 again.")
     normalize: bool | None = Field(None, description="Scale to length 1. Default: as the model's files say (vLLM).")
+    use_activation: bool | None = Field(None, description="vLLM's newer name for normalize.")
+    embed_dtype: Literal["float32"] | None = Field(None, description="Of base64.")
+    endianness: Literal["native", "little"] | None = Field(None, description="Of base64.")
     add_special_tokens: bool | None = Field(None, description="Add what the model wants around a text. Default true.")
 
     @property
@@ -60,9 +68,25 @@ class EmbeddingRequest(PoolingRequest):
         """As the engine has them."""
         return PoolingParams(
             dimensions=self.dimensions,
-            normalize=self.normalize,
+            normalize=self.use_activation if self.normalize is None else self.normalize,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
         )
+
+
+class PoolRequest(EmbeddingRequest):
+    """POST /pooling"""
+
+    task: Literal["embed", "classify"] | None = Field(None, description="What the model does; it can be left out.")
+
+
+class ClassifyRequest(PoolingRequest):
+    """POST /classify"""
+
+    input: str | list[TokenId] | list[str] | list[list[TokenId]] = Field(
+        description="Text, token ids, or a list of either."
+    )
+    add_special_tokens: bool | None = Field(None, description="Add what the model wants around a text. Default true.")
+    use_activation: bool | None = Field(None, description="false: the logits as they are (vLLM).")
 
 
 class RerankText(Model):
@@ -108,6 +132,45 @@ class EmbeddingResponse(BaseModel):
     created: int
     model: str
     data: list[EmbeddingItem]
+    usage: UsageResponse
+
+
+class PoolItem(BaseModel):
+    """One vector, or a classifier's outputs."""
+
+    object: Literal["pooling"]
+    index: int
+    data: list[float] | str
+
+
+class PoolResponse(BaseModel):
+    """Answer of POST /pooling."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PoolItem]
+    usage: UsageResponse
+
+
+class ClassifyItem(BaseModel):
+    """What one input is."""
+
+    index: int
+    label: str | None
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifyResponse(BaseModel):
+    """Answer of POST /classify."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ClassifyItem]
     usage: UsageResponse
 
 

@@ -175,7 +175,7 @@ class _Sampling(_Model):
     def beams(self, params: SamplingParams) -> BeamSearchParams | None:
         """How to search, where that is asked for; RequestError for what has no meaning then."""
         if not self.use_beam_search:
-            if self.length_penalty is not None:
+            if self.length_penalty not in (None, 1):  # vLLM's default, which some clients send
                 raise RequestError("length_penalty needs use_beam_search=true", param="length_penalty")
             return None
         given = [name for name in _NOT_WITH_BEAMS if getattr(self, name, None) not in (None, False, 0, [], {})]

@@ -122,8 +122,12 @@ class ChunkWriter:
         finish_reason: str | None = None,
         extra: dict[str, Any] | None = None,
         usage: dict[str, Any] | None = None,
+        beside: dict[str, Any] | None = None,
     ) -> bytes:
-        """Any other event of one choice; ``content`` is the text, or for chat the delta."""
+        """Any other event of one choice; ``content`` is the text, or for chat the delta.
+
+        ``extra`` goes into the choice, ``beside`` beside the choices.
+        """
         choice: dict[str, Any] = {"index": index}
         choice["text" if self._kind == "text" else "delta"] = content
         choice["logprobs"] = logprobs
@@ -131,6 +135,8 @@ class ChunkWriter:
         if extra:
             choice |= extra
         tail = self._tail if usage is None else b'],"usage":' + encode(usage) + b"}\n\n"
+        if beside:
+            tail = b"]," + encode(beside)[1:-1] + tail[1:]
         return self._head + encode(choice) + tail
 
     def usage(self, usage: dict[str, Any]) -> bytes:
