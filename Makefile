@@ -2,12 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 CLIENTS := .venv-clients
+SANITIZED := build/sanitized
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 EXTRA := import sys, tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies'][sys.argv[1]], sep='\n')
 
-.PHONY: serve test test-slow clients check format bench native sanitize clean
+.PHONY: serve test test-slow test-sanitized clients check format bench clean
 
 serve: $(VENV)/.installed
 	$(BIN)/pagemill serve $(ARGS)
@@ -17,6 +18,13 @@ test: $(VENV)/.installed-test
 
 test-slow: $(VENV)/.installed-slow clients
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# The kernels' tests under AddressSanitizer and UBSan, whose first report ends the run; what ranks share under TSan.
+test-sanitized: $(SANITIZED)/.installed $(SANITIZED)/races
+	$$(setarch -R true && echo setarch -R) $(SANITIZED)/races
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	$(SANITIZED)/venv/bin/python -m pytest tests/kernels tests/sampling/test_native.py $(ARGS)
 
 # The same checks for people and for CI: format, lint, types.
 check: $(VENV)/.installed-test
@@ -48,6 +56,26 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -c "$(EXTRA)" test > $(VENV)/test.txt
 	$(PIP_INSTALL) -r $(VENV)/test.txt
 	touch $@
+
+# The instrumented package, in an environment that borrows the rest of .venv; a borrowed folder's .pth files, and with
+# them the editable package, stay out. A package without kernels, which installs where they do not build, is refused.
+$(SANITIZED)/.installed: $(VENV)/.installed-test
+	$(BIN)/python -m venv --without-pip --clear $(SANITIZED)/venv
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('platlib'))" \
+	  > $$($(SANITIZED)/venv/bin/python -c "import sysconfig; print(sysconfig.get_path('platlib'))")/borrowed.pth
+	$(BIN)/python -m pip --python $(SANITIZED)/venv install --quiet --disable-pip-version-check --no-deps \
+	  --config-settings=build-dir=$(SANITIZED)/cmake --config-settings=install.strip=false \
+	  --config-settings=cmake.define.PAGEMILL_SANITIZE=address,undefined .
+	ls $(SANITIZED)/venv/lib/python*/site-packages/pagemill/_native.*so > /dev/null
+	touch $@
+
+# One copy of the kernels with the pool, without Python. ThreadSanitizer wants addresses that are not randomised.
+$(SANITIZED)/races: tests/kernels/races.cpp $(NATIVE)
+	mkdir -p $(SANITIZED)
+	$(CXX) -std=c++20 -O1 -g1 -ffp-contract=off -fsanitize=thread -pthread -Icsrc -DPM_ISA=portable -DPM_ISA_IS_PORTABLE=1 \
+	  $< $(filter-out %/bindings_core.cpp %/ceilings.cpp %/ceilings.isa.cpp,$(wildcard csrc/core/*.cpp)) \
+	  $(filter-out %/bindings_ops.cpp,$(wildcard csrc/ops/*.cpp)) \
+	  $(filter-out %/bindings_linear.cpp,$(wildcard csrc/linear/*.cpp)) -o $@
 
 # What slow tests need beside that: the driver of a browser that the machine has.
 $(VENV)/.installed-slow: $(VENV)/.installed-test

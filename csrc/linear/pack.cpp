@@ -193,14 +193,14 @@ void write_rounded_int8_rows(PackedLinear& w, int64_t first, int64_t count, cons
     thread_local std::vector<float> room;
     const float* source = float_row(rows, i, w.k, room);
     const int64_t c = packed_column(w, first + i);
-    float absmax = 0;
-    for (int64_t k = 0; k < w.k; ++k) absmax = std::max(absmax, std::fabs(source[k]));
+    float absmax = 0, poison = 0;  // a weight that is not finite must show in the outputs
+    for (int64_t k = 0; k < w.k; ++k) absmax = std::max(absmax, std::fabs(source[k])), poison += source[k] * 0;
     const float inverse = absmax > 0 ? 127.0f / absmax : 0.0f;
-    w.column_scale.as<float>()[c] = absmax / 127.0f;
+    w.column_scale.as<float>()[c] = absmax / 127.0f + poison;
     write_words<4>(w, c, [&](uint8_t* bytes, int64_t k, auto n) {
       for (int64_t j = 0; j < n; ++j) {
         const float q = std::clamp(std::nearbyint(source[k + j] * inverse), -127.0f, 127.0f);
-        bytes[j] = static_cast<uint8_t>(static_cast<int>(q) + 128);
+        bytes[j] = static_cast<uint8_t>(std::isnan(q) ? 128 : static_cast<int>(q) + 128);
       }
     });
   });

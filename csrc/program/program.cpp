@@ -143,7 +143,19 @@ void Program::run(const ProgramInputs& in) {
   if (in.num_tokens < 1 || in.num_tokens > max_tokens_ || in.num_logits > max_logits_) {
     throw std::invalid_argument("the step has more rows than the program was made for, or none");
   }
-  const int threads = num_threads();
+  // Another engine of this process may change the number of threads between looking and running; then once more.
+  for (bool done = false; !done;) {
+    const int threads = num_threads();
+    prepare(in, threads);
+    parallel([&](Team& team) {
+      if (team.size() > threads) return;
+      run_segments(team, in);
+      if (team.rank() == 0) done = true;
+    });
+  }
+}
+
+void Program::prepare(const ProgramInputs& in, int threads) {
   int64_t partials = 0;
   for (PlanEntry& entry : plans_) {
     const GroupInputs& group = in.groups.at(static_cast<size_t>(entry.group));
@@ -158,7 +170,6 @@ void Program::run(const ProgramInputs& in) {
   if (scratch_.size() < scratch_bytes) scratch_ = Buffer(scratch_bytes);
   const size_t local_bytes = static_cast<size_t>(threads * local_bytes_);
   if (locals_.size() < local_bytes) locals_ = Buffer(local_bytes);
-  parallel([&](Team& team) { run_segments(team, in); });
 }
 
 void Program::run_segments(Team& team, const ProgramInputs& in) {

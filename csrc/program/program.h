@@ -145,6 +145,8 @@ class Program {
   void cut_segments();
   // Lays out the buffers that hold the whole step, or those that hold a tile; returns the bytes they take.
   int64_t place_buffers(bool whole);
+  // Cuts the step's attention and finds memory for so many ranks.
+  void prepare(const ProgramInputs& in, int threads);
   void run_segments(Team& team, const ProgramInputs& in);
   void run_tile(Team& team, const Segment& segment, const Frame& frame);
   bool profiles(const Team& team) const { return !seconds_.empty() && team.rank() == 0; }

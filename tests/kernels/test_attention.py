@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pagemill import _native
-from tests.kernels.paged import PagedCache, Shape, attend, reference
-
-# bf16: probabilities are rounded to 8 bits before they meet the values (averaging shrinks it); f32: sums only.
-# i8: against the same bytes of keys, values and queries; probabilities are rounded to 15 bits.
-TOLERANCE = {"bf16": 6e-3, "f32": 2e-5, "i8": 2e-3}
+from tests.kernels.paged import PagedCache, Shape, assert_attends, assert_holds, attend
 
 SHAPES = [
     Shape(),
@@ -49,16 +45,15 @@ def queries_of(shape: Shape, qkv: torch.Tensor) -> torch.Tensor:
 def test_matches_reference(isa: str, shape: Shape) -> None:
     generator = torch.Generator().manual_seed(1)
     lengths = [1, 2, 15, 16, 17, 33, 255, 256, 257, 600]
+    whole = [make_qkv(shape, n, generator) for n in lengths]
+    first = [[n - 1, 0, n // 2][row % 3] for row, n in enumerate(lengths)]
     cache = PagedCache(shape, lengths, generator)
-    queries, expected = [], []
-    for row, n in enumerate(lengths):
-        qkv = make_qkv(shape, n, generator)
+    for row, qkv in enumerate(whole):
         cache.write(row, 0, qkv)
-        first = [n - 1, 0, n // 2][row % 3]
-        queries.append(queries_of(shape, qkv)[first:])
-        expected.append(reference(shape, qkv, first))
-    for got, want in zip(attend(shape, cache, queries, list(range(len(lengths))), lengths), expected, strict=True):
-        torch.testing.assert_close(got, want, atol=TOLERANCE[shape.kv], rtol=TOLERANCE[shape.kv])
+        assert_holds(shape, cache, row, qkv)
+    queries = [queries_of(shape, qkv)[at:] for qkv, at in zip(whole, first, strict=True)]
+    for row, got in enumerate(attend(shape, cache, queries, list(range(len(lengths))), lengths)):
+        assert_attends(shape, cache, row, whole[row], first[row], got)
 
 
 @pytest.mark.parametrize(
@@ -138,38 +133,94 @@ def test_a_broken_neighbour_stays_alone(isa: str, kv: str, part: str) -> None:
     assert both[1].isnan().all()
 
 
-@settings(max_examples=60, deadline=None)
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    """Any layer: heads of any size, also odd ones, groups that fill no vector, windows, soft caps, KV types."""
+    kv_heads = draw(st.integers(1, 3))
+    causal = draw(st.booleans())
+    return Shape(
+        heads=kv_heads * draw(st.integers(1, 9)),
+        kv_heads=kv_heads,
+        dim=draw(st.one_of(st.integers(1, 70), st.sampled_from([80, 96, 100, 127, 128, 129, 255, 256]))),
+        block_size=16 * draw(st.integers(1, 3)),
+        kv=draw(st.sampled_from(["bf16", "f32", "i8"])),
+        window=draw(st.one_of(st.just(0), st.integers(1, 90))) if causal else 0,
+        softcap=draw(st.sampled_from([0.0, 2.0, 30.0])),
+        causal=causal,
+        scale=draw(st.sampled_from([0.0, 0.25])),
+    )
+
+
+@settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 2**31),
-    group=st.integers(1, 9),
-    kv_heads=st.integers(1, 3),
-    dim=st.integers(1, 70),
-    groups_per_block=st.integers(1, 3),
-    kv=st.sampled_from(["bf16", "f32", "i8"]),
-    window=st.one_of(st.just(0), st.integers(1, 90)),
+    shape=shapes(),
     requests=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 80)), min_size=1, max_size=5),
+    shared=st.integers(0, 8),
+    isa_name=st.sampled_from(_native.available_isas()),
+    num_threads=st.integers(1, 3),
 )
-def test_fuzz(
-    seed: int, group: int, kv_heads: int, dim: int, groups_per_block: int, kv: str, window: int,
+def test_any_batch_over_scattered_and_shared_blocks(
+    threads: None,
+    seed: int,
+    shape: Shape,
     requests: list[tuple[int, int]],
-) -> None:  # fmt: skip
-    shape = Shape(
-        heads=group * kv_heads, kv_heads=kv_heads, dim=dim, block_size=16 * groups_per_block, kv=kv, window=window
-    )
-    generator = torch.Generator().manual_seed(seed)
-    lengths = [n for n, _ in requests]
-    cache = PagedCache(shape, lengths, generator)
-    queries, expected = [], []
-    for row, (n, tail) in enumerate(requests):
-        qkv = make_qkv(shape, n, generator)
-        cache.write(row, 0, qkv)
-        first = max(0, n - tail)
-        for gone in range(max(0, first - window + 1) // shape.block_size if window else 0):
-            cache.tables[row, gone] = -1  # blocks behind the window are freed
-        queries.append(queries_of(shape, qkv)[first:])
-        expected.append(reference(shape, qkv, first))
-    for got, want in zip(attend(shape, cache, queries, list(range(len(lengths))), lengths), expected, strict=True):
-        torch.testing.assert_close(got, want, atol=2 * TOLERANCE[kv], rtol=TOLERANCE[kv])
+    shared: int,
+    isa_name: str,
+    num_threads: int,
+) -> None:
+    """Near the reference; and each request alone, in other blocks and on one thread, gives the same bytes."""
+    before = _native.isa()
+    _native.set_isa(isa_name)
+    try:
+        generator = torch.Generator().manual_seed(seed)
+        lengths = [n for n, _ in requests]
+        whole = [make_qkv(shape, n, generator) for n in lengths]
+        first = [max(0, n - tail) for n, tail in requests]
+        same = min(shared, min(lengths) // shape.block_size) if shape.causal else 0  # blocks that all begin with
+        for qkv in whole[1:]:
+            qkv[: same * shape.block_size] = whole[0][: same * shape.block_size]
+        queries = [queries_of(shape, qkv)[at:] for qkv, at in zip(whole, first, strict=True)]
+        cache = scattered(shape, whole, generator, same)
+        for row, at in enumerate(first):
+            free_behind_window(shape, cache, row, at)
+        _native.set_num_threads(num_threads)
+        together = attend(shape, cache, queries, list(range(len(lengths))), lengths)
+        _native.set_num_threads(1)
+        for i, got in enumerate(together):
+            elsewhere = scattered(shape, whole[i : i + 1], generator, 0)
+            assert_holds(shape, elsewhere, 0, whole[i])
+            assert_attends(shape, elsewhere, 0, whole[i], first[i], got)
+            assert torch.equal(got, attend(shape, elsewhere, queries[i : i + 1], [0], lengths[i : i + 1])[0])
+    finally:
+        _native.set_isa(before)
+
+
+def scattered(shape: Shape, whole: list[torch.Tensor], generator: torch.Generator, same: int) -> PagedCache:
+    """The requests' keys and values, written in two pieces each; the first blocks of all are the same ones."""
+    cache = PagedCache(shape, [qkv.shape[0] for qkv in whole], generator)
+    cache.tables[1:, :same] = cache.tables[0, :same]
+    for row, qkv in enumerate(whole):
+        at = same * shape.block_size if row else 0  # the first row writes for all
+        middle = at + int(torch.randint(len(qkv) - at + 1, (1,), generator=generator))
+        for start, stop in ((at, middle), (middle, len(qkv))):
+            cache.write(row, start, qkv[start:stop])
+    return cache
+
+
+def free_behind_window(shape: Shape, cache: PagedCache, row: int, first: int) -> None:
+    """A request no longer holds the blocks that lie behind the window of its first query."""
+    if shape.window:
+        cache.tables[row, : max(0, first - shape.window + 1) // shape.block_size] = -1
+
+
+@pytest.mark.parametrize("kv", ["bf16", "f32", "i8"])
+def test_no_requests(isa: str, kv: str) -> None:
+    shape = Shape(kv=kv)
+    cache = PagedCache(shape, [20], torch.Generator().manual_seed(6))
+    assert attend(shape, cache, [], [], []) == []
+    cache.write(0, 0, torch.empty(0, (shape.heads + 2 * shape.kv_heads) * shape.dim))
+    assert (cache.data == 0xFF).all()
 
 
 @pytest.mark.parametrize(

@@ -280,6 +280,17 @@ def test_floats_written_to_int8_are_rounded_per_row() -> None:
     assert ((out - w).abs() <= scale * 0.5001).all()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_weight_that_is_not_finite_shows_in_its_output_alone(isa: str, value: float) -> None:
+    w = torch.randn(10, 40)
+    w[3, 17] = value
+    packed = native.PackedLinear("int8", 10, 40)
+    packed.write_floats(0, w)
+    out = torch.empty(2, 10)
+    native.linear(torch.randn(2, 40), packed, out)
+    assert out.isnan().sum(0).tolist() == [2 * (row == 3) for row in range(10)]
+
+
 def test_float16_scales_of_any_size_are_kept_exactly() -> None:
     scale = torch.tensor([[6.1e-5, 1.2e-7, 3.4e-6, 5.96e-8], [60000.0, 1.0, 0.001, 0.02]]).half().float()
     packed = native.PackedLinear("group4", 2, 128, group=32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -150,6 +151,29 @@ def test_bytes_do_not_depend_on_load(
     assert torch.isfinite(alone).all()
     for chunk, num_threads, others in [(1, 2, 0), (7, 1, 5), (64, 2, 2), (100, 2, 40)]:
         assert torch.equal(alone, run(chunk, num_threads, others)), (chunk, num_threads, others)
+
+
+def test_another_engine_may_change_the_number_of_threads_meanwhile(
+    decoder_of: Callable[[str], Decoder], threads: None
+) -> None:
+    rows = Rows(decoder_of("llama"), 2)
+    rows.native.forward(rows.inputs({0: tokens(100, 1), 1: tokens(30, 2)}))
+    last = rows.inputs({0: tokens(1, 3), 1: tokens(20, 4)})
+    want = rows.native.forward(last).clone()
+    over = threading.Event()
+
+    def change() -> None:
+        while not over.is_set():
+            for count in (1, 4, 2, 3):
+                _native.set_num_threads(count)
+
+    other = threading.Thread(target=change)
+    other.start()
+    try:
+        assert all(torch.equal(rows.native.forward(last), want) for _ in range(200))
+    finally:
+        over.set()
+        other.join()
 
 
 @pytest.mark.parametrize("make", [tiny_bert, tiny_cross_encoder])

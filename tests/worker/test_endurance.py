@@ -8,7 +8,9 @@ import psutil
 import pytest
 
 from pagemill.config import EngineConfig
-from pagemill.core.scheduler import Scheduler
+from pagemill.core.messages import EngineRequest
+from pagemill.engine.core import EngineCore
+from pagemill.engine.wire import Abort, Add, CallReply, StepOutputs, ToEngine
 from pagemill.worker.executor import InprocExecutor
 from tests.models.tiny import VOCAB_SIZE, tiny_llama
 from tests.worker.serving import request
@@ -24,42 +26,71 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
+STEPS, STEADY_FROM = 20_000, 4_000
+
+
+class Crowd:
+    """24 requests of every kind at once; one in fifty steps somebody leaves."""
+
+    def __init__(self) -> None:
+        self.live: set[str] = set()
+        self.count = 0
+        self.random = np.random.default_rng(0)
+        self.last: StepOutputs | None = None
+
+    def take(self) -> list[ToEngine]:
+        """What the core finds in its inbox."""
+        messages: list[ToEngine] = []
+        if self.live and self.random.random() < 0.02:
+            gone = str(self.random.choice(sorted(self.live)))
+            self.live.discard(gone)
+            messages.append(Abort([gone]))
+        new = [self.one() for _ in range(24 - len(self.live))]
+        self.live |= {one.request_id for one in new}
+        return [*messages, Add(new)]
+
+    def one(self) -> EngineRequest:
+        self.count += 1
+        prompt = self.random.integers(5, VOCAB_SIZE, int(self.random.integers(1, 70))).tolist()
+        longest = int(self.random.integers(4, 30))
+        kind = KINDS[self.count % len(KINDS)]
+        return request(f"r{self.count}", prompt, seed=self.count, max_tokens=longest, eos=(2,), **kind)
+
+    def receive(self, message: StepOutputs | CallReply) -> None:
+        """What the core sends."""
+        assert isinstance(message, StepOutputs)
+        self.last = message
+        for output in message.outputs:
+            assert output.error is None
+            if output.finish_reason is not None:
+                self.live.discard(output.request_id)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_memory_does_not_grow_over_20000_steps(tmp_path: Path) -> None:
+    """The engine's whole loop on the native kernels: what the process holds at the end is what it held before."""
     config = EngineConfig(
-        model=str(tiny_llama(tmp_path)), device="cpu", num_threads=1, max_num_seqs=16, num_gpu_blocks_override=12
+        model=str(tiny_llama(tmp_path)),
+        device="cpu",
+        kernels="native",
+        num_threads=2,
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        num_gpu_blocks_override=12,
     )
-    executor = InprocExecutor.create(config)
-    scheduler = Scheduler(
-        executor.kv_specs, max_num_seqs=16, max_num_batched_tokens=64, max_model_len=executor.max_model_len
-    )
-    rng = np.random.default_rng(0)
+    crowd = Crowd()
+    core = EngineCore.create(config, InprocExecutor.create(config), inbox=crowd.take, sink=crowd.receive)
     process = psutil.Process()
-    live: set[str] = set()
-    after_warm_up_bytes = 0
-    for step in range(20_000):
-        while len(live) < 24:
-            number = scheduler.stats().prefix_query_tokens_total + step * 100 + len(live)
-            name = f"r{step}-{len(live)}"
-            prompt = rng.integers(5, VOCAB_SIZE, int(rng.integers(1, 70))).tolist()
-            kind = KINDS[number % len(KINDS)]
-            scheduler.add(request(name, prompt, seed=step, max_tokens=int(rng.integers(4, 30)), eos=(2,), **kind))
-            live.add(name)
-        if rng.random() < 0.02:
-            name = str(rng.choice(sorted(live)))
-            assert scheduler.abort(name)
-            live.discard(name)
-        plan = scheduler.schedule(float(step))
-        assert plan is not None
-        result = executor.sample(plan, None, executor.execute(plan))
-        for output in scheduler.update(plan, result, float(step)):
-            assert output.error is None
-            if output.finish_reason is not None:
-                live.discard(output.request_id)
+    held: list[int] = []
+    for step in range(STEPS):
+        assert core.step()
         if step % 1000 == 0:
-            scheduler.check_invariants()
-        if step == 2000:
-            after_warm_up_bytes = process.memory_info().rss
-    assert scheduler.stats().num_preemptions_total > 20
-    assert process.memory_info().rss - after_warm_up_bytes < 4 << 20
+            core.scheduler.check_invariants()
+        if step >= STEADY_FROM and step % 100 == 0:
+            held.append(process.memory_info().rss)
+    assert crowd.last is not None
+    assert crowd.last.stats.num_preemptions_total > 20
+    assert crowd.count > 10_000
+    quarter = len(held) // 4
+    assert max(held[-quarter:]) - max(held[:quarter]) < 1 << 20

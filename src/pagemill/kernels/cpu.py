@@ -23,6 +23,9 @@ __all__ = [
     "layer_norm",
     "linear_bf16",
     "linear_f32",
+    "linear_group4",
+    "linear_group8",
+    "linear_int8",
     "rms_norm",
     "scale_softcap",
 ]
@@ -83,7 +86,48 @@ def _linear(kind: Kind, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tenso
     packed.write_floats(0, matrix)
     if bias is not None:
         packed.write_bias(0, bias)
-    out = torch.empty(x.shape[0], matrix.shape[0])
+    return _multiply(x, packed)
+
+
+def linear_int8(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """[N, K] -> [N, M], int8 weights with one scale per output."""
+    packed = _native.PackedLinear("int8", *q.shape, bias=bias is not None)
+    packed.write_int8(0, q, scale)
+    if bias is not None:
+        packed.write_bias(0, bias)
+    return _multiply(x, packed)
+
+
+def linear_group4(
+    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor | None, zero: int, group: int
+) -> torch.Tensor:
+    """[N, K] -> [N, M], weights of 4 bits."""
+    return _grouped("group4", x, q, scale, minimum, zero, group)
+
+
+def linear_group8(
+    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor | None, zero: int, group: int
+) -> torch.Tensor:
+    """[N, K] -> [N, M], weights of up to 8 bits."""
+    return _grouped("group8", x, q, scale, minimum, zero, group)
+
+
+def _grouped(
+    kind: Literal["group4", "group8"],
+    x: torch.Tensor,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    minimum: torch.Tensor | None,
+    zero: int,
+    group: int,
+) -> torch.Tensor:
+    packed = _native.PackedLinear(kind, *q.shape, group=group, has_min=minimum is not None)
+    packed.write_groups(0, q, scale, minimum, zero)
+    return _multiply(x, packed)
+
+
+def _multiply(x: torch.Tensor, packed: _native.PackedLinear) -> torch.Tensor:
+    out = torch.empty(x.shape[0], packed.n)
     _native.linear(x, packed, out)
     return out
 

@@ -28,6 +28,8 @@ __all__ = [
     "gated",
     "hadamard",
     "layer_norm",
+    "linear_group",
+    "linear_int8",
     "paged_attention",
     "rms_norm",
     "softcap",
@@ -115,6 +117,34 @@ def to_bytes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def from_bytes(steps: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """float32 [..., D]."""
     return steps.float() * scale.float()
+
+
+def rounded(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Each run of ``size`` values of x [N, K] in 127 steps to either side, as products of integers see it: float32."""
+    runs = F.pad(x, (0, -x.shape[1] % size)).view(len(x), -(-x.shape[1] // size), size)
+    largest = runs.abs().amax(2, keepdim=True)
+    steps = (runs * (torch.full_like(largest, 127.0) / largest)).round().nan_to_num(0.0)  # 0 / 0 where all are 0
+    return (steps * (largest / 127)).flatten(1)[:, : x.shape[1]]
+
+
+def linear_int8(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [N, K], each row rounded to int8, times int8 weights q [M, K] with a scale [M] each, + bias: [N, M]."""
+    return F.linear(rounded(x, x.shape[1]), q.float() * scale[:, None], bias)
+
+
+def linear_group(
+    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor | None, zero: int, group: int
+) -> torch.Tensor:
+    """x [N, K], each 32 values rounded to int8, times weights kept as small integers q uint8 [M, K]: [N, M].
+
+    A weight is (q - zero) * scale, or q * scale + minimum; scale and minimum [M, ceil(K / group)].
+    """
+    spread = scale.repeat_interleave(group, 1)[:, : q.shape[1]]
+    if minimum is None:
+        weights = (q.float() - zero) * spread
+    else:
+        weights = q * spread + minimum.repeat_interleave(group, 1)[:, : q.shape[1]]
+    return F.linear(rounded(x, 32), weights)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -308,7 +338,7 @@ class ReferenceOps:
     def _norm_and_rotate(self, x: torch.Tensor, norm: torch.Tensor | None, spec: AttentionSpec) -> torch.Tensor:
         if norm is not None and norm.numel() != spec.head_dim:
             x = rms_norm(x, norm, spec.norm_eps)
-        x = x.reshape(x.shape[0], -1, spec.head_dim)
+        x = x.reshape(x.shape[0], x.shape[1] // spec.head_dim, spec.head_dim)
         if norm is not None and norm.numel() == spec.head_dim:
             x = rms_norm(x, norm, spec.norm_eps)
         if spec.rope is None:

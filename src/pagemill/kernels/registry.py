@@ -1,7 +1,8 @@
 """What each op is held to: a reference function, the implementations there are, a tolerance, and inputs to try.
 
-Owns the table of ops. An implementation is named ``module:function`` and imported when asked for, so that the table
-can be read where a library is not built. Every implementation takes and returns what the reference does;
+Owns the table of ops; csrc/README.md shows it, and tests/kernels/test_coverage.py that no native kernel is left out. An
+implementation is named ``module:function`` and imported when asked for, so that the table can be read where a library
+is not built. Every implementation takes and returns what the reference does;
 tests/kernels/test_ops.py tries ops x implementations x examples on each instruction set.
 """
 
@@ -15,7 +16,17 @@ from typing import Any
 import torch
 
 from pagemill.kernels import examples
-from pagemill.kernels.reference import activate, attention_steps, gated, hadamard, layer_norm, rms_norm, softcap
+from pagemill.kernels.reference import (
+    activate,
+    attention_steps,
+    gated,
+    hadamard,
+    layer_norm,
+    linear_group,
+    linear_int8,
+    rms_norm,
+    softcap,
+)
 
 __all__ = ["OPS", "Op", "implementation"]
 
@@ -31,6 +42,8 @@ class Op:
     """Names and keyword arguments."""
     atol: float
     rtol: float
+    why: str
+    """What the tolerance allows for."""
     implementations: dict[str, str] = field(default_factory=dict)
     """Name -> module:function."""
 
@@ -58,6 +71,7 @@ OPS: dict[str, Op] = {
         examples=examples.rms_norm,
         atol=1e-6,
         rtol=1e-5,
+        why="the order of a sum",
         implementations={"native": f"{CPU}:rms_norm"},
     ),
     "layer_norm": Op(
@@ -65,6 +79,7 @@ OPS: dict[str, Op] = {
         examples=examples.layer_norm,  # some far from zero, where the mean's own rounding counts
         atol=1e-5,
         rtol=1e-5,
+        why="the mean's own rounding where values lie far from 0",
         implementations={"native": f"{CPU}:layer_norm"},
     ),
     "activate": Op(
@@ -72,6 +87,7 @@ OPS: dict[str, Op] = {
         examples=examples.activate,
         atol=2e-6,
         rtol=1e-6,
+        why="erf and tanh by formulas of 2e-7 and 3e-7",
         implementations={"native": f"{CPU}:activate"},
     ),
     "hadamard": Op(
@@ -79,6 +95,7 @@ OPS: dict[str, Op] = {
         examples=examples.hadamard,
         atol=1e-5,
         rtol=1e-5,
+        why="the order of the butterflies, up to 1024 values",
         implementations={"native": f"{CPU}:hadamard"},
     ),
     "scale_softcap": Op(
@@ -86,6 +103,7 @@ OPS: dict[str, Op] = {
         examples=examples.scale_softcap,
         atol=1e-5,
         rtol=1e-5,
+        why="tanh by a formula of 3e-7, times a cap of 30",
         implementations={"native": f"{CPU}:scale_softcap"},
     ),
     "linear": Op(
@@ -93,13 +111,39 @@ OPS: dict[str, Op] = {
         examples=examples.linear,  # of numbers that bfloat16 holds exactly
         atol=1e-4,
         rtol=1e-4,
+        why="the order of a sum of up to 130 products",
         implementations={"native-f32": f"{CPU}:linear_f32", "native-bf16": f"{CPU}:linear_bf16"},
+    ),
+    "linear_int8": Op(
+        reference=linear_int8,
+        examples=examples.linear_int8,
+        atol=1e-5,
+        rtol=1e-5,
+        why="integers are summed exactly; the reference rounds its products",
+        implementations={"native": f"{CPU}:linear_int8"},
+    ),
+    "linear_group4": Op(
+        reference=linear_group,
+        examples=examples.linear_group4,
+        atol=1e-5,
+        rtol=1e-5,
+        why="the order of a sum over groups",
+        implementations={"native": f"{CPU}:linear_group4"},
+    ),
+    "linear_group8": Op(
+        reference=linear_group,
+        examples=examples.linear_group8,
+        atol=1e-4,
+        rtol=1e-5,
+        why="the order of a sum over groups, of terms up to 16 times larger",
+        implementations={"native": f"{CPU}:linear_group8"},
     ),
     "gated_linear": Op(
         reference=gated_linear,
         examples=examples.gated_linear,
         atol=1e-4,
         rtol=1e-4,
+        why="the same, and the activation by a formula",
         implementations={"native-f32": f"{CPU}:gated_linear_f32", "native-bf16": f"{CPU}:gated_linear_bf16"},
     ),
     "attention": Op(
@@ -107,6 +151,7 @@ OPS: dict[str, Op] = {
         examples=examples.attention,
         atol=2e-5,
         rtol=2e-5,
+        why="the order of sums, exp2 and tanh by formulas, a maximum for each tile of 256 keys",
         implementations={"native": f"{CPU}:attention_steps"},
     ),
 }
