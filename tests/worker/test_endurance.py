@@ -36,7 +36,6 @@ class Crowd:
         self.live: set[str] = set()
         self.count = 0
         self.random = np.random.default_rng(0)
-        self.last: StepOutputs | None = None
 
     def take(self) -> list[ToEngine]:
         """What the core finds in its inbox."""
@@ -59,7 +58,6 @@ class Crowd:
     def receive(self, message: StepOutputs | CallReply) -> None:
         """What the core sends."""
         assert isinstance(message, StepOutputs)
-        self.last = message
         for output in message.outputs:
             assert output.error is None
             if output.finish_reason is not None:
@@ -89,8 +87,7 @@ def test_memory_does_not_grow_over_20000_steps(tmp_path: Path) -> None:
             core.scheduler.check_invariants()
         if step >= STEADY_FROM and step % 100 == 0:
             held.append(process.memory_info().rss)
-    assert crowd.last is not None
-    assert crowd.last.stats.num_preemptions_total > 20
-    assert crowd.count > 10_000
+    assert core.scheduler.stats().num_preemptions_total > 20
+    assert crowd.count > 3_000
     quarter = len(held) // 4
-    assert max(held[-quarter:]) - max(held[:quarter]) < 1 << 20
+    assert max(held[-quarter:]) - max(held[:quarter]) < 256 << 10
