@@ -154,6 +154,12 @@ def test_a_grammar_that_runs_away_is_ended_and_others_compile(schema: dict[str, 
     assert checkers() == [before], "what ran away once is not tried again"
 
 
+def test_a_grammar_whose_first_step_would_hold_everybody_up_is_refused() -> None:
+    with pytest.raises(RequestError, match="for a step"):
+        compile_grammar(StructuredOutputsParams(regex="a{1000000}"))
+    assert taken(StructuredOutputsParams(regex="a{1000}"), "a" * 1000) == ("a" * 1000, True)
+
+
 @pytest.mark.parametrize("number", [-(2**63), -(2**63) + 1])
 def test_a_grammar_that_brings_the_library_down_brings_down_nothing_else(number: int) -> None:
     with pytest.raises(RequestError, match="exit code -11"):

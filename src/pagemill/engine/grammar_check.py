@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COMPILE_LIMIT_S",
+    "MASK_LIMIT_S",
     "WHITESPACE",
     "Answer",
     "Options",
@@ -39,6 +40,8 @@ __all__ = [
 
 COMPILE_LIMIT_S = 1.0
 """Processor time of one grammar's check."""
+MASK_LIMIT_S = 0.2
+"""Of its first mask, which holds everybody's step up: long forced texts, like a{1000000}, are worked out there."""
 MEMORY_BYTES = 2 << 30
 """Address space of the child."""
 STEP_MAX_ITEMS = 10_000
@@ -118,7 +121,9 @@ def _try_out(grammar: str) -> None:
     """
     from llguidance import LLMatcher
 
-    LLMatcher(_bytes(), grammar, log_level=0, limits=limits()).compute_bitmask()
+    matcher = LLMatcher(_bytes(), grammar, log_level=0, limits=limits())
+    signal.setitimer(signal.ITIMER_PROF, MASK_LIMIT_S)
+    matcher.compute_bitmask()
 
 
 @lru_cache(maxsize=1)

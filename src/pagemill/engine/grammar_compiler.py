@@ -21,6 +21,7 @@ import msgspec
 
 from pagemill.engine.grammar_check import (
     COMPILE_LIMIT_S,
+    MASK_LIMIT_S,
     WHITESPACE,
     Answer,
     Options,
@@ -131,7 +132,8 @@ class _Checkers:
                 exit_code = checker.close()
                 if exit_code == -signal.SIGPROF:
                     return Answer(
-                        error=f"it took more than {COMPILE_LIMIT_S:g} s of processor time to compile; make it simpler"
+                        error=f"it took more than {COMPILE_LIMIT_S:g} s of processor time to compile, or"
+                        f" {MASK_LIMIT_S:g} s for a step; make it simpler"
                     )
             return Answer(error=f"it is too complex for the compiler (exit code {exit_code}); make it simpler")
         finally:
