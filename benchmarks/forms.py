@@ -62,13 +62,15 @@ def quality(form: str, text: Path, num_tokens: int) -> dict[str, float]:
     return {"tokens": count, "perplexity": found, "float32_perplexity": exact, "loss": found / exact - 1}
 
 
-def speed(form: str) -> dict[str, float]:
-    """W1 and W2 in process: the median of three, and the most memory that this process had."""
+def speed(form: str, repetitions: int) -> dict[str, float]:
+    """W1 and W2 in process, medians, and the most memory that this process had."""
     llm = LLM(**options_of(form))  # type: ignore[arg-type]  # the fields that are text
     offline.warm_up(llm)
-    many = [offline.throughput(llm, workloads.build("w1", llm.tokenizer.encode, i)) for i in range(3)]
+    many = [offline.throughput(llm, workloads.build("w1", llm.tokenizer.encode, i)) for i in range(repetitions)]
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    one = report.medians([offline.latency(llm, workloads.build("w2", llm.tokenizer.encode, i)) for i in range(3)])
+    one = report.medians(
+        [offline.latency(llm, workloads.build("w2", llm.tokenizer.encode, i)) for i in range(repetitions)]
+    )
     return {
         "w1_tokens_per_s": report.medians(many)["output_tokens_per_s"],
         "w2_tokens_per_s": one["decode_tokens_per_s"],
@@ -97,23 +99,29 @@ def main() -> None:
     parser.add_argument("--forms", default=",".join((*PLAIN, *FILES, *WIDE)))
     parser.add_argument("--measure", default="quality,speed")
     parser.add_argument("--num-tokens", type=int, default=10240)
+    parser.add_argument("--repetitions", type=int, default=3, help="of W1 and W2")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        found = speed(args.forms) if args.measure == "speed" else quality(args.forms, args.text, args.num_tokens)
+        found = (
+            speed(args.forms, args.repetitions)
+            if args.measure == "speed"
+            else quality(args.forms, args.text, args.num_tokens)
+        )
         args.out.write_text(json.dumps(found))
         return
     results = json.loads(args.out.read_text())["results"] if args.out.exists() else {}
     part = args.out.with_suffix(".part")
     for form in args.forms.split(","):
         for what in args.measure.split(","):
-            options = ["--forms", form, "--measure", what, "--num-tokens", str(args.num_tokens), "--out", str(part)]
+            options = ["--forms", form, "--measure", what, "--num-tokens", str(args.num_tokens)]
+            options += ["--repetitions", str(args.repetitions), "--out", str(part)]
             subprocess.run([sys.executable, __file__, str(args.text), *options, "--child"], check=True)
             results.setdefault(form, {}).update(json.loads(part.read_text()))
             part.unlink()
             print(form, results[form], file=sys.stderr, flush=True)
-            report.write(args.out, "forms", {"num_tokens": args.num_tokens}, results)
+            report.write(args.out, "forms", {"repetitions": args.repetitions}, results)
     print(table(results))
 
 
