@@ -61,7 +61,8 @@ BAD: tuple[tuple[str, str, Any], ...] = (
 )
 LARGE: tuple[tuple[str, str, Any], ...] = (
     ("POST", "/tokenize", {"prompt": words(MEGABYTES)}),
-    ("POST", "/tokenize", {"prompt": "7" * MEGABYTES}),
+    ("POST", "/tokenize", {"prompt": words(1 << 20)}),
+    ("POST", "/tokenize", {"prompt": "7" * (1 << 20)}),
     ("POST", "/tokenize", {"prompt": words(1_000_000), "return_token_strs": True}),
     ("POST", COMPLETIONS, {"prompt": words(MEGABYTES)}),
     ("POST", COMPLETIONS, {"prompt": words(400_000)}),
@@ -75,13 +76,16 @@ LARGE: tuple[tuple[str, str, Any], ...] = (
 )
 
 
-async def stream(session: aiohttp.ClientSession, url: str, number: int, end: float) -> None:
-    """One answer after another, read as it comes."""
+async def stream(session: aiohttp.ClientSession, url: str, number: int, end: float) -> Counter[str]:
+    """One answer after another, read as it comes; how many there were."""
+    answers = 0
     body = {"prompt": f"Client {number} asks why.", "max_tokens": 128, "ignore_eos": True, "stream": True}
     while time.monotonic() < end:
         async with session.post(url + COMPLETIONS, json=body) as answer:
             async for _ in answer.content.iter_any():
                 pass
+        answers += 1
+    return Counter({"answers of 128 tokens": answers})
 
 
 async def send(
@@ -121,7 +125,7 @@ async def load(url: str, phase: str, seconds: float) -> dict[str, int]:
         elif phase == "large":
             jobs += [send(session, url, written(LARGE), number, end) for number in range(4)]
         for counted in await asyncio.gather(*jobs):
-            found.update(counted or {})
+            found.update(counted)
     return dict(found)
 
 

@@ -273,8 +273,9 @@ def offline() -> bool:
 
 
 def tokenize_in_own_thread() -> None:
-    """Keep the tokenizers' library from spreading texts over all cores, which the model needs, whatever the priority of
-    the thread that asks. TOKENIZERS_PARALLELISM, where it is set, holds.
+    """Keep the tokenizers' library from spreading texts over all cores, which the model needs.
+
+    TOKENIZERS_PARALLELISM, where it is set, holds.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

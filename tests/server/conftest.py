@@ -6,13 +6,15 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import openai
 import pytest
 import uvicorn
 
-from pagemill.config import ServerConfig
+from pagemill.config import DEFAULT_MODEL, EngineConfig, ServerConfig
+from pagemill.engine.frontend import AsyncLLM
 from pagemill.server import listen
 from pagemill.server.app import build_app
 from pagemill.server.gate import Gate
@@ -79,3 +81,11 @@ def engine() -> FakeEngine:
 async def served(engine: FakeEngine) -> AsyncIterator[Served]:
     async with serving(engine) as running:
         yield running
+
+
+@pytest.fixture
+async def embedded(embedded_source: Any) -> AsyncIterator[AsyncLLM]:
+    """A real engine with the embedded model."""
+    made = await AsyncLLM.start(EngineConfig(model=DEFAULT_MODEL, max_model_len=4096))
+    yield made
+    await made.shutdown()

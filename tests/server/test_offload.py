@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 import threading
 
 import pytest
@@ -39,14 +37,6 @@ async def test_very_long_texts_are_worked_on_one_after_another() -> None:
         return at_work.pop()
 
     assert await asyncio.gather(*(off_loop(LARGE_CHARS + 1, lambda n=n: work(n)) for n in range(5))) == list(range(5))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="a thread has no priority of its own")
-async def test_very_long_texts_yield_to_everything_else() -> None:
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    niceness = await off_loop(LARGE_CHARS + 1, lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-    assert niceness == min(19, before + offload.NICENESS)
-    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 async def test_few_very_long_texts_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import os
 import random
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import httpx
 import pytest
 
 from pagemill.bench.vanishing import POINTS, vanish
-from pagemill.config import DEFAULT_MODEL, EngineConfig
 from pagemill.engine.frontend import AsyncLLM
 from pagemill.params import FinishReason
 from tests.server.conftest import REQUEST_TIMEOUT_S, Served, serving
@@ -86,13 +84,6 @@ async def test_three_hundred_clients_that_vanish_leave_nothing_in_the_server() -
         await leaves_nothing(served, 300, 100, BODIES)
         assert not served.engine.running
         assert served.engine.aborted
-
-
-@pytest.fixture
-async def embedded(embedded_source: Any) -> AsyncIterator[AsyncLLM]:
-    engine = await AsyncLLM.start(EngineConfig(model=DEFAULT_MODEL, max_model_len=4096))
-    yield engine
-    await engine.shutdown()
 
 
 def resident_bytes(pid: int) -> int:

@@ -1,16 +1,15 @@
 """Work on long texts, kept off the event loop: which thread does it, how much of it waits, and for whom it is not done.
 
 A short text is done at once: a thread would cost more than it saves. A long one takes one of asyncio's threads. A very
-long one waits for the only thread of its kind, which yields to everything else on the machine: tokenised side by side
-such texts would take memory by the gigabyte, and cores that the model needs. Must not know what the work is.
+long one waits for the only thread of its kind: tokenised side by side such texts would take memory by the gigabyte, and
+cores that the model needs. Must not know what the work is, nor give a thread a low priority: one that is kept from its
+core while it holds the interpreter keeps everybody waiting.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-import os
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -26,7 +25,6 @@ LARGE_CHARS = 256 * 1024
 """From here on it takes a tenth of a second and more."""
 MOST_WAITING = 32
 """Very long texts that may wait; each holds a body of megabytes."""
-NICENESS = 10
 
 T = TypeVar("T")
 
@@ -60,7 +58,7 @@ class _OneAtATime:
                 " less at once"
             )
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "pagemill-long-text", initializer=_yield_to_others)
+            self._thread = ThreadPoolExecutor(1, "pagemill-long-text")
         self._waiting += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, _unless_gone(work))
@@ -76,11 +74,6 @@ def _unless_gone(work: Callable[[], T]) -> Callable[[], T]:
         return work()
 
     return lambda: context.run(checked)
-
-
-def _yield_to_others() -> None:
-    if sys.platform == "linux":  # where a thread has a priority of its own
-        os.nice(NICENESS)
 
 
 _very_long = _OneAtATime()
