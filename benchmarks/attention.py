@@ -28,12 +28,15 @@ WORK = {
     "decode 64 x 64..512": [(64 + 7 * i, 1) for i in range(64)],
     "decode 16 x 64..512": [(64 + 28 * i, 1) for i in range(16)],
     "decode 1 x 4000": [(4000, 1)],
+    "decode 32 on 1024": [(1072, 1)] * 32,
     "prefill 8 x 128": [(128, 128)] * 8,
     "prefill 512": [(512, 512)],
     "prefill 1024": [(1024, 1024)],
     "chunk of 64 at 2000": [(2064, 64)],
 }
 """Name -> (context, new tokens) of each request."""
+SHARED = {"decode 32 on 1024": 1024}
+"""Tokens that all requests have in common, in the same blocks."""
 COLD_BYTES = 128 << 20
 """Keys and values that no cache holds."""
 KV_TYPES = {"bf16": 0, "f32": 1, "i8": 2}
@@ -47,8 +50,11 @@ def measure(
     requests = WORK[work]
     kv_type = KV_TYPES[kv]
     per_row = -(-max(context for context, _ in requests) // block_size)
-    num_blocks = per_row * len(requests)
-    tables = torch.randperm(num_blocks, dtype=torch.int32).view(len(requests), per_row)
+    shared = SHARED.get(work, 0) // block_size
+    num_blocks = shared + (per_row - shared) * len(requests)
+    blocks = torch.randperm(num_blocks, dtype=torch.int32)
+    own = blocks[shared:].view(len(requests), per_row - shared)
+    tables = torch.cat([blocks[:shared].expand(len(requests), shared), own], dim=1)
     block_bytes = _native.kv_block_bytes(kv_type, block_size, kv_heads, dim)
     copies = max(1, min(32, -(-COLD_BYTES // (num_blocks * block_bytes)))) if requests[0][1] == 1 else 1
     caches = [torch.from_numpy(_native.allocate_bytes(num_blocks, block_bytes)) for _ in range(copies)]  # as the engine
@@ -69,7 +75,8 @@ def measure(
         best, runs = min(best, time.perf_counter() - start), runs + 1
     pairs = sum(n * (c - n) + n * (n + 1) / 2 for c, n in requests)
     ops = 4 * heads * dim * pairs / best
-    read = sum(c for c, _ in requests) * block_bytes / block_size / best
+    twice = SHARED.get(work, 0) * (len(requests) - 1)  # what is shared need be read but once
+    read = (sum(c for c, _ in requests) - twice) * block_bytes / block_size / best
     dot = "bf16" if kv != "f32" and ceilings["bf16"] else "f32"  # half of what bytes do is at bf16's speed
     return {
         "model": model, "work": work, "kv": kv, "block_size": block_size, "us": best * 1e6,

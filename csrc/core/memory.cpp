@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <sys/mman.h>
 
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -11,10 +12,13 @@
 #include <new>
 #include <utility>
 
+#include "core/team.h"
+
 namespace pm {
 namespace {
 
 [[maybe_unused]] constexpr uintptr_t kPage = 4096;
+[[maybe_unused]] constexpr std::chrono::milliseconds kQuiet{5};  // without a step: nobody is served just now
 constexpr size_t kHuge = size_t{2} << 20, kRegion = size_t{32} << 20, kSmall = size_t{16} << 10;
 // Under AddressSanitizer every buffer comes from the allocator, which puts forbidden ground on both sides of it, to the
 // byte.
@@ -97,12 +101,18 @@ void PageWarmer::run() {
 #if defined(__linux__) && defined(MADV_POPULATE_WRITE)
   const sched_param idle{};
   pthread_setschedparam(pthread_self(), SCHED_IDLE, &idle);
+  uint64_t regions = 0;
+  const auto busy = [&] {
+    const uint64_t seen = std::exchange(regions, regions_begun());
+    return region_runs() || regions != seen;
+  };
   size_t longest = 0;
   for (const Range& range : ranges_) longest = range.bytes > longest ? range.bytes : longest;
   for (size_t first = 0; first < longest; first += kHuge) {
     for (const Range& range : ranges_) {
-      if (stop_) return;
       if (first >= range.bytes) continue;
+      while (busy() && !stop_) std::this_thread::sleep_for(kQuiet);
+      if (stop_) return;
       const size_t piece = range.bytes - first < kHuge ? range.bytes - first : kHuge;
       const auto start = reinterpret_cast<uintptr_t>(range.start + first), aligned = start / kPage * kPage;
       if (madvise(reinterpret_cast<void*>(aligned), start + piece - aligned, MADV_POPULATE_WRITE) != 0) return;

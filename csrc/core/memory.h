@@ -35,9 +35,10 @@ class Buffer {
   std::shared_ptr<void> owner_;  // of the mapping that data_ lies in; none: from aligned_alloc
 };
 
-// Has the system back memory with pages before it is written, on a thread that gets only time nobody else wants: the
-// first write to a page otherwise waits until one is found and zeroed. What the memory holds stays, also while others
-// write there. Does nothing where the system has no such call.
+// Has the system back memory with pages before it is written: the first write to a page otherwise waits until one is
+// found and zeroed. Runs on a thread that gets only time nobody else wants, and while the team rests: a page takes
+// milliseconds, for which a step would have to wait. What the memory holds stays, also while others write there. Does
+// nothing where the system has no such call.
 class PageWarmer {
  public:
   struct Range {

@@ -130,6 +130,9 @@ struct Global {
   std::atomic<int> wanted{0};  // 0: not decided yet
 };
 
+std::atomic<uint64_t> regions{0};
+std::atomic<bool> runs{false};
+
 // Never destroyed: a worker must not outlive what it waits on while the interpreter shuts down.
 Global* global_state = nullptr;
 
@@ -207,6 +210,9 @@ void set_num_threads(int n) {
   state.pool.reset();
 }
 
+uint64_t regions_begun() { return regions.load(std::memory_order_relaxed); }
+bool region_runs() { return runs.load(std::memory_order_relaxed); }
+
 namespace detail {
 
 void run_region(void (*call)(Team&, void*), void* arg) {
@@ -224,7 +230,10 @@ void run_region(void (*call)(Team&, void*), void* arg) {
     state.pool = std::make_unique<Pool>(wanted);
   }
   inside = true;
+  regions.fetch_add(1, std::memory_order_relaxed);
+  runs.store(true, std::memory_order_relaxed);
   state.pool->run(call, arg);
+  runs.store(false, std::memory_order_relaxed);
   inside = false;
 }
 

@@ -77,6 +77,10 @@ void set_num_threads(int n);
 // Physical cores that affinity and the cgroup's CPU quota leave to this process; the default of num_threads().
 int usable_cores();
 
+// Regions begun in this process so far, and whether one runs now: what leaves the cores to the kernels looks here.
+uint64_t regions_begun();
+bool region_runs();
+
 namespace detail {
 void run_region(void (*call)(Team&, void*), void* arg);
 }

@@ -9,6 +9,7 @@ namespace pm::PM_ISA {
 
 constexpr int kMaxRows = 4;  // 4 x 1 blocks: 8 accumulators, 4 widened keys, 2 broadcasts of 16 registers
 constexpr int kMaxCols = 1;
+constexpr int kSideBySide = 1;
 
 struct F16 {
   __m256 lo, hi;

@@ -16,6 +16,7 @@ constexpr int kMaxCols = 4;
 constexpr int kMaxRows = 6;
 constexpr int kMaxCols = 3;
 #endif
+constexpr int kSideBySide = 4;  // groups of a row whose exponentials are computed together
 
 using F16 = __m512;    // 16 floats
 using W16 = __m512i;   // 16 words: a pair of bf16, four bytes, a pair of 16-bit integers or one float each

@@ -12,22 +12,30 @@ PM_INLINE Mask tail_mask(int64_t n) { return static_cast<Mask>(n >= 16 ? 0xffffu
 // 2^x, relative error < 2e-7 for x in [-125, 127]; 0 below -150, NaN stays. Split x = n + f with |f| <= 1/2; 2^f by
 // the polynomial of degree 5 with the least relative error among those with exp2(0) = 1 exactly: merging a tile that
 // holds nothing for a row must leave the row's bits alone.
-PM_INLINE F16 exp2(F16 x) {
-  x = max(set1(-150.0f), x);
-  const F16 n = round(x), f = sub(x, n);
-  F16 p = set1(1.3264727208e-03f);
-  p = fma(p, f, set1(9.6715127399e-03f));
-  p = fma(p, f, set1(5.5507337442e-02f));
-  p = fma(p, f, set1(2.4022242084e-01f));
-  p = fma(p, f, set1(6.9314697760e-01f));
-  p = fma(p, f, set1(1.0f));
-  return scale2(p, n);
+template <int N>
+PM_INLINE void exp2(F16 (&x)[N]) {  // in place, side by side
+  F16 n[N], p[N];
+  const auto each = [&](auto body) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i) body(i);
+  };
+  const auto times_x_plus = [&](float next) __attribute__((always_inline)) {
+    each([&](int i) __attribute__((always_inline)) { p[i] = fma(p[i], x[i], set1(next)); });
+  };
+  each([&](int i) __attribute__((always_inline)) { x[i] = max(set1(-150.0f), x[i]); });
+  each([&](int i) __attribute__((always_inline)) { n[i] = round(x[i]); });
+  each([&](int i) __attribute__((always_inline)) { x[i] = sub(x[i], n[i]), p[i] = set1(1.3264727208e-03f); });
+  times_x_plus(9.6715127399e-03f);
+  times_x_plus(5.5507337442e-02f);
+  times_x_plus(2.4022242084e-01f);
+  times_x_plus(6.9314697760e-01f);
+  times_x_plus(1.0f);
+  each([&](int i) __attribute__((always_inline)) { x[i] = scale2(p[i], n[i]); });
 }
-
-PM_INLINE float exp2_scalar(float x) {
-  float r[16];
-  store(r, exp2(set1(x)));
-  return r[0];
+PM_INLINE F16 exp2(F16 x) {
+  F16 one[1] = {x};
+  exp2(one);
+  return one[0];
 }
 
 // e^x; x log2(e) is rounded once, so the relative error grows with |x|: < 3e-7 + 1e-7 |x|.

@@ -8,6 +8,7 @@ namespace pm::PM_ISA {
 
 constexpr int kMaxRows = 2;
 constexpr int kMaxCols = 1;
+constexpr int kSideBySide = 1;
 
 struct F16 {
   float v[16];

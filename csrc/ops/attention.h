@@ -15,7 +15,7 @@
 //
 // Exactness. A query's keys are walked in tiles of 256 positions aligned to position 0. Each tile alone yields a
 // maximum, a sum and an output; they are merged in order of position. So chunks, neighbours, threads and physical
-// blocks cannot change a bit, and a long context may be cut at any tile.
+// blocks cannot change a bit, a long context may be cut at any tile, and requests may walk the tiles they share together.
 #pragma once
 
 #include <cstddef>
@@ -67,6 +67,10 @@ struct AttentionItem {
   int32_t tile_begin, tile_count;  // tiles to walk
   int32_t partial;                 // -1: write the output; else the first of tile_count slots, merged afterwards; then
                                    // head_count is 1
+  // Requests of one new token each, `request` the first, whose block tables begin alike; else null. The rows, all heads
+  // of each in turn, walk shared_tiles tiles together and then each request's own, the most of which tile_count covers.
+  const int32_t* members = nullptr;
+  int32_t shared_tiles = 0;
 };
 
 // Floats one thread needs, and floats one partial slot takes.

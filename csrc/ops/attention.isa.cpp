@@ -1,15 +1,12 @@
 // The attention main loops. See ops/attention.h for the layout and the order of the arithmetic.
-#include <cmath>
 #include <cstring>
 #include <utility>
 
-#include "ops/attention_words.h"
+#include "ops/attention_softmax.h"
 
 namespace pm::PM_ISA {
 namespace {
 
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kMinusInf = -__builtin_inff();
 constexpr int kTileGroups = kTile / kGroup;
 constexpr int kDecodeRows = 4;  // up to so many rows the memory is what is waited for, and the kernel fetches ahead
 
@@ -37,8 +34,9 @@ PM_INLINE void score_block(const uint32_t* q, int64_t q_stride, const int32_t* s
     };
     (row_step(std::integral_constant<int, Rs>{}), ...);
   }
+  const F16 scales[G] = {Kind<Word>::key_scales(k[Gs] + scales_at)...};
   const auto store_row = [&](auto row) __attribute__((always_inline)) {
-    ((store(s + row * kTile + Gs * 16, Kind<Word>::scores(acc[row * G + Gs], k[Gs] + scales_at))), ...);
+    ((store(s + row * kTile + Gs * 16, Kind<Word>::scores(acc[row * G + Gs], scales[Gs]))), ...);
   };
   (store_row(std::integral_constant<int, Rs>{}), ...);
 }
@@ -119,34 +117,6 @@ template <class Word, int R, int C>
                           std::make_integer_sequence<int, R>{}, std::make_integer_sequence<int, C>{});
 }
 
-// What one item works in: query words, scores (probabilities in place), tile outputs, running outputs, per-row state.
-struct Scratch {
-  uint32_t* query;      // [kTileRows][query_words]
-  float* scores;        // [kTileRows][kTile]
-  float* value_scales;  // [kTile]
-  float* tile_out;      // [kTileRows][padded]
-  float* out;           // [kTileRows][padded]
-  float *tile_max, *tile_sum, *max, *sum;  // [kTileRows], maxima times scale * log2(e)
-  float* query_scale;                      // [kTileRows]: what a row's query is worth, times the layer's scale
-  float* unit;                             // [kTileRows]: what a row's tile outputs are worth
-  int32_t* start;                          // [kTileRows]: what a row's scores begin with
-
-  Scratch(float* memory, const AttentionLayer& layer) {
-    scores = memory;
-    value_scales = scores + kTileRows * kTile;
-    tile_out = value_scales + kTile;
-    out = tile_out + kTileRows * layer.padded_dim();
-    query = reinterpret_cast<uint32_t*>(out + kTileRows * layer.padded_dim());
-    tile_max = reinterpret_cast<float*>(query + kTileRows * layer.query_words());
-    tile_sum = tile_max + kTileRows;
-    max = tile_sum + kTileRows;
-    sum = max + kTileRows;
-    query_scale = sum + kTileRows;
-    unit = query_scale + kTileRows;
-    start = reinterpret_cast<int32_t*>(unit + kTileRows);
-  }
-};
-
 PM_INLINE void stage_query(const Scratch& at, int row, const float* from, const AttentionLayer& layer, Bf16Word) {
   const int dim = layer.head_dim;
   uint16_t* to = reinterpret_cast<uint16_t*>(at.query + row * layer.query_words());
@@ -168,79 +138,27 @@ PM_INLINE void stage_query(const Scratch& at, int row, const float* from, const 
   at.query_scale[row] = layer.scale * bytes.scale;
 }
 
-// Lanes [lo, hi) of 16.
-PM_INLINE Mask lane_range(int lo, int hi) {
-  hi = hi > 16 ? 16 : hi < 0 ? 0 : hi;
-  lo = lo < 0 ? 0 : lo > 16 ? 16 : lo;
-  return static_cast<Mask>(((1u << hi) - 1) & ~((1u << lo) - 1));
+// A run of tiles that some rows of an item walk together: row_count of `request`'s, from its row_begin on, which are
+// the item's from `row` on.
+struct Walk {
+  int request, row_begin, row, row_count, tile, tile_end;
+};
+
+// An item's walks: one, or the tiles that its members share and then each member's own. What is shared lies before every
+// member's query: there a member's rows see what later queries of the first would.
+PM_INLINE int num_walks(const AttentionCall& call, const AttentionItem& item) {
+  return item.members == nullptr ? 1 : 1 + item.row_count / call.layer->group_heads();
+}
+PM_INLINE Walk walk_of(const AttentionCall& call, const AttentionItem& item, int i) {
+  if (item.members == nullptr)
+    return {item.request, item.row_begin, 0, item.row_count, item.tile_begin, item.tile_begin + item.tile_count};
+  if (i == 0) return {item.request, 0, 0, item.row_count, 0, item.shared_tiles};
+  const int heads = call.layer->group_heads(), request = item.members[i - 1];
+  const int tiles = (call.batch->context_lens[request] - 1) / kTile + 1;
+  return {request, 0, (i - 1) * heads, heads, item.shared_tiles, tiles};
 }
 
-// Scores of one row to probabilities in place: keys [lo, hi) of the tile are visible, groups [first, last) are written.
-// Returns the tile's maximum (in powers of two) and sum. Keys that are not visible get exactly 0.
-template <class Word>
-PM_INLINE void softmax_row(float* s, int first, int last, int lo, int hi, float scale, float softcap,
-                           const float* value_scales, float* tile_max, float* tile_sum, float* unit) {
-  using P = typename Kind<Word>::Probability;
-  constexpr int steps = Kind<Word>::kValueSteps;
-  uint32_t* p = reinterpret_cast<uint32_t*>(s);
-  int g0 = lo > first * 16 ? lo / 16 : first, g1 = (hi + 15) / 16;
-  if (g1 > last) g1 = last;
-  if (g0 >= g1) g0 = g1 = first;  // nothing visible
-  float factor = scale * kLog2e;
-  if (softcap > 0) {
-    const F16 cap = set1(softcap), into = set1(scale / softcap);
-    for (int g = g0; g < g1; ++g) store(s + g * 16, mul(cap, tanh(mul(load(s + g * 16), into))));
-    factor = kLog2e;
-  }
-  const auto each = [&](auto body) __attribute__((always_inline)) {
-    for (int g = g0; g < g1; ++g)
-      if (g * 16 >= lo && g * 16 + 16 <= hi)
-        body(g, AllLanes{});
-      else
-        body(g, lane_range(lo - g * 16, hi - g * 16));
-  };
-  F16 top = set1(kMinusInf), most = zero();
-  each([&](int g, auto visible) __attribute__((always_inline)) {
-    top = max(top, select(visible, load(s + g * 16), set1(kMinusInf)));
-    if constexpr (Kind<Word>::kBytes) most = max(most, zero_unless(visible, load(value_scales + g * 16)));
-  });
-  F16 by_scale = zero();
-  if constexpr (Kind<Word>::kBytes) {
-    const float largest = hmax(most);
-    by_scale = set1(kMaxProbability / (largest > 0 ? largest : 1.0f));
-    *unit = largest / kMaxProbability;
-  }
-  const float peak = hmax(top) * factor;
-  // Rows of the item that see nothing of this tile (a window's edge, keys to come) keep a finite exponent.
-  const F16 shift = set1(peak == kMinusInf ? 0.0f : -peak), by = set1(factor);
-  F16 sum = zero();
-  for (int g = first; g < g0; ++g) store_probabilities(p + g * steps, zero(), P{});
-  each([&](int g, auto visible) __attribute__((always_inline)) {
-    const F16 e = zero_unless(visible, exp2(fma(load(s + g * 16), by, shift)));
-    sum = add(sum, e);
-    if constexpr (Kind<Word>::kBytes)
-      store_probabilities(p + g * steps, mul(e, zero_unless(visible, mul(by_scale, load(value_scales + g * 16)))), P{});
-    else
-      store_probabilities(p + g * steps, e, P{});
-  });
-  for (int g = g1; g < last; ++g) store_probabilities(p + g * steps, zero(), P{});
-  *tile_max = peak;
-  *tile_sum = hsum(sum);
-}
-
-// (max, sum, out) of the tiles before, merged with one more tile.
-PM_INLINE void merge_tile(float* max, float* sum, float* out, float tile_max, float tile_sum, const float* tile_out,
-                          int padded) {
-  const float top = tile_max > *max ? tile_max : *max;
-  if (top == kMinusInf) return;  // NaN goes on, and stays in its row
-  const float keep = exp2_scalar(*max - top), take = exp2_scalar(tile_max - top);
-  *max = top;
-  *sum = *sum * keep + tile_sum * take;
-  for (int d = 0; d < padded; d += 16)
-    store(out + d, fma(load(tile_out + d), set1(take), mul(load(out + d), set1(keep))));
-}
-
-// The keys of one tile that the rows of an item can see, and where their groups lie.
+// The keys of one tile that the rows of a walk can see, and where their groups lie.
 struct TileKeys {
   int start;        // position of the request's first query
   int base;         // position of the tile's first key
@@ -248,14 +166,14 @@ struct TileKeys {
   int first, last;  // groups of the tile to read
   const uint32_t* keys[kTileGroups];
 
-  TileKeys(const AttentionCall& call, const AttentionItem& item, int kv_head, int tile) {
+  TileKeys(const AttentionCall& call, const Walk& walk, int kv_head, int tile) {
     const AttentionLayer& layer = *call.layer;
     const AttentionBatch& batch = *call.batch;
-    const int r = item.request, heads = layer.group_heads();
+    const int r = walk.request, heads = layer.group_heads();
     start = batch.context_lens[r] - (batch.query_start[r + 1] - batch.query_start[r]);
     base = tile * kTile;
-    const int first_query = start + item.row_begin / heads;
-    const int last_query = start + (item.row_begin + item.row_count - 1) / heads;
+    const int first_query = start + walk.row_begin / heads;
+    const int last_query = start + (walk.row_begin + walk.row_count - 1) / heads;
     const int newest = layer.causal ? last_query + 1 : batch.context_lens[r];
     end = newest - base < kTile ? newest - base : kTile;
     const int oldest = layer.window ? first_query - layer.window + 1 - base : 0;
@@ -273,10 +191,10 @@ struct TileKeys {
   }
 };
 
-// One tile for the rows of an item: fills tile_max, tile_sum and tile_out. `next`: the tile that this thread reads
+// One tile for the rows of a walk: fills tile_max, tile_sum and tile_out. `next`: the tile that this thread reads
 // afterwards. Blocks lie anywhere in memory, where the hardware does not see them coming; few rows pay for each miss.
 template <class Word>
-void attend_tile(const AttentionCall& call, const AttentionItem& item, const TileKeys& tile, const TileKeys& next,
+void attend_tile(const AttentionCall& call, const Walk& walk, const TileKeys& tile, const TileKeys& next,
                  const Scratch& at) {
   const AttentionLayer& layer = *call.layer;
   const int heads = layer.group_heads(), padded = layer.padded_dim(), steps = layer.key_steps();
@@ -288,16 +206,22 @@ void attend_tile(const AttentionCall& call, const AttentionItem& item, const Til
     const int other = g - first + next.first;
     ahead[g] = other < next.last ? next.keys[other] : tile.keys[g];
   }
+  Steps all;  // of rows that see every key up to `end`
   if constexpr (Kind<Word>::kBytes) {
+    F16 most = zero();
     for (int g = first; g < last; ++g) {
       prefetch(ahead[g] + scales_at);
-      const auto* scales = reinterpret_cast<const uint16_t*>(tile.keys[g] + scales_at);
-      store(at.value_scales + g * kGroup, load_bf16(scales + kGroup));
+      const F16 scales = load_bf16(reinterpret_cast<const uint16_t*>(tile.keys[g] + scales_at) + kGroup);
+      store(at.value_scales + g * kGroup, scales);
+      most = max(most, zero_unless(tail_mask(end - g * kGroup), scales));
     }
+    all = Steps(hmax(most));
+    for (int g = first; g < last; ++g)
+      store(at.weights + g * kGroup, mul(set1(all.in_one), load(at.value_scales + g * kGroup)));
   }
 
-  for (int row = 0; row < item.row_count; row += kMaxRows) {
-    const int rows = item.row_count - row < kMaxRows ? item.row_count - row : kMaxRows;
+  for (int row = 0; row < walk.row_count; row += kMaxRows) {
+    const int rows = walk.row_count - row < kMaxRows ? walk.row_count - row : kMaxRows;
     for (int g = first; g < last; g += kMaxCols) {
       const int cols = last - g < kMaxCols ? last - g : kMaxCols;
       with_count<kMaxRows>(rows, [&](auto r) {
@@ -307,12 +231,22 @@ void attend_tile(const AttentionCall& call, const AttentionItem& item, const Til
         });
       });
     }
+    const auto seen_by = [&](int i) __attribute__((always_inline)) {
+      const int own = tile.start + (walk.row_begin + i) / heads + 1 - tile.base;  // keys up to the query itself
+      const int hi = layer.causal ? own : tile.end, lo = layer.window ? hi - layer.window : 0;
+      return Seen(first, last, lo > 0 ? lo : 0, hi < kTile ? hi : kTile);
+    };
+    const auto sees_all = [&](const Seen& seen) { return seen.lo <= first * kGroup && seen.hi >= end; };
     for (int i = row; i < row + rows; ++i) {
-      const int own = tile.start + (item.row_begin + i) / heads + 1 - tile.base;  // keys up to the query itself
-      const int seen = layer.causal ? own : tile.end;
-      const int lo = layer.window ? seen - layer.window : 0;
-      softmax_row<Word>(at.scores + i * kTile, first, last, lo > 0 ? lo : 0, seen < kTile ? seen : kTile,
-                        at.query_scale[i], layer.softcap, at.value_scales, at.tile_max + i, at.tile_sum + i, at.unit + i);
+      const Seen seen = seen_by(i);
+      find_peak<Word>(layer, at, i, seen, sees_all(seen) ? &all : nullptr);
+    }
+    for (int i = row; i < row + rows; ++i) {
+      const Seen seen = seen_by(i);
+      if (sees_all(seen))
+        write_probabilities<Word, true>(layer, at, i, seen);
+      else
+        write_probabilities<Word, false>(layer, at, i, seen);
     }
     const int in_last = end - (last - 1) * kGroup;
     const int last_steps = value_steps == kGroup ? in_last : (in_last + 1) / 2;
@@ -335,80 +269,86 @@ void attend_tile(const AttentionCall& call, const AttentionItem& item, const Til
   }
 }
 
+// The token and head of a row of an item, as an offset into [tokens][stride].
+PM_INLINE int64_t place_of(const AttentionCall& call, const AttentionItem& item, int kv_head, int row, int64_t stride) {
+  const int heads = call.layer->group_heads(), at = item.row_begin + row;
+  const int64_t token = item.members == nullptr ? call.batch->query_start[item.request] + at / heads
+                                                : call.batch->query_start[item.members[row / heads]];
+  return token * stride + (kv_head * heads + at % heads) * call.layer->head_dim;
+}
+
 PM_INLINE void write_row(const AttentionCall& call, const AttentionItem& item, int kv_head, int row, const float* out,
                          float sum) {
-  const AttentionLayer& layer = *call.layer;
-  const int heads = layer.group_heads(), at = item.row_begin + row;
-  const int64_t token = call.batch->query_start[item.request] + at / heads;
-  float* to = call.out + token * call.out_stride + (kv_head * heads + at % heads) * layer.head_dim;
+  const int dim = call.layer->head_dim;
+  float* to = call.out + place_of(call, item, kv_head, row, call.out_stride);
   const F16 scale = set1(1.0f / sum);
-  for (int d = 0; d < layer.head_dim; d += 16) store(to + d, mul(load(out + d), scale), tail_mask(layer.head_dim - d));
+  for (int d = 0; d < dim; d += 16) store(to + d, mul(load(out + d), scale), tail_mask(dim - d));
 }
 
-template <class Word>
-void stage_queries(const AttentionCall& call, const AttentionItem& item, int kv_head, const Scratch& at) {
-  const AttentionLayer& layer = *call.layer;
-  const int heads = layer.group_heads();
-  for (int i = 0; i < item.row_count; ++i) {
-    const int row = item.row_begin + i;
-    const int64_t token = call.batch->query_start[item.request] + row / heads;
-    const float* q = call.query + token * call.query_stride + (kv_head * heads + row % heads) * layer.head_dim;
-    stage_query(at, i, q, layer, Word{});
-  }
-}
-
-// What this thread reads after tile t of a head of an item.
-PM_INLINE TileKeys keys_after(const AttentionCall& call, const AttentionItem& item, int kv_head, int t,
-                              const AttentionItem* next) {
-  if (t + 1 < item.tile_count) return TileKeys(call, item, kv_head, item.tile_begin + t + 1);
-  if (kv_head + 1 < item.kv_head + item.head_count) return TileKeys(call, item, kv_head + 1, item.tile_begin);
-  return next ? TileKeys(call, *next, next->kv_head, next->tile_begin) : TileKeys(call, item, kv_head, item.tile_begin);
+// What this thread reads after a tile of a walk of an item.
+PM_INLINE TileKeys keys_after(const AttentionCall& call, const AttentionItem& item, int kv_head, int w, const Walk& walk,
+                              int tile, const AttentionItem* next) {
+  const auto start_of = [&](const AttentionItem& other, int head, int i) {
+    const Walk first = walk_of(call, other, i);
+    return TileKeys(call, first, head, first.tile);
+  };
+  if (tile + 1 < walk.tile_end) return TileKeys(call, walk, kv_head, tile + 1);
+  if (w + 1 < num_walks(call, item)) return start_of(item, kv_head, w + 1);
+  if (kv_head + 1 < item.kv_head + item.head_count) return start_of(item, kv_head + 1, 0);
+  return next ? start_of(*next, next->kv_head, 0) : start_of(item, kv_head, 0);
 }
 
 template <class Word>
 void attend(const AttentionCall& call, const AttentionItem& item, const AttentionItem* next, float* memory) {
-  const int padded = call.layer->padded_dim();
+  const AttentionLayer& layer = *call.layer;
+  const int padded = layer.padded_dim();
   const int64_t slot_floats = kTileRows * (padded + 2);
-  const Scratch at(memory, *call.layer);
-  Scratch running = at;  // what a tile finds is what is known so far: the first one's
-  running.tile_out = at.out, running.tile_max = at.max, running.tile_sum = at.sum;
-  TileKeys tile(call, item, item.kv_head, item.tile_begin);
+  const Scratch all(memory, layer);
+  Walk walk = walk_of(call, item, 0);
+  const int first_tile = walk.tile;
+  TileKeys tile(call, walk, item.kv_head, first_tile);
   for (int kv_head = item.kv_head; kv_head < item.kv_head + item.head_count; ++kv_head) {
-    stage_queries<Word>(call, item, kv_head, at);
-    for (int t = 0; t < item.tile_count; ++t) {
-      const TileKeys after = keys_after(call, item, kv_head, t, next);
-      attend_tile<Word>(call, item, tile, after, item.partial < 0 && t == 0 ? running : at);
-      tile = after;
-      if (item.partial >= 0) {
-        float* slot = call.partials + (item.partial + t) * slot_floats;
-        std::memcpy(slot, at.tile_max, sizeof(float) * kTileRows);
-        std::memcpy(slot + kTileRows, at.tile_sum, sizeof(float) * kTileRows);
-        std::memcpy(slot + 2 * kTileRows, at.tile_out, sizeof(float) * item.row_count * padded);
-      } else if (t > 0) {
-        for (int i = 0; i < item.row_count; ++i)
-          merge_tile(at.max + i, at.sum + i, at.out + i * padded, at.tile_max[i], at.tile_sum[i],
-                     at.tile_out + i * padded, padded);
+    for (int i = 0; i < item.row_count; ++i)
+      stage_query(all, i, call.query + place_of(call, item, kv_head, i, call.query_stride), layer, Word{});
+    for (int w = 0; w < num_walks(call, item); ++w) {
+      walk = walk_of(call, item, w);
+      const Scratch at = all.from(walk.row, layer);
+      for (int t = walk.tile; t < walk.tile_end; ++t) {
+        const TileKeys after = keys_after(call, item, kv_head, w, walk, t, next);
+        Scratch found = at;
+        if (item.partial < 0 && t == first_tile)  // what a tile finds is what is known so far
+          found.tile_out = at.out, found.tile_max = at.max, found.tile_sum = at.sum;
+        attend_tile<Word>(call, walk, tile, after, found);
+        tile = after;
+        if (item.partial >= 0) {
+          float* slot = call.partials + (item.partial + t - first_tile) * slot_floats;
+          std::memcpy(slot, at.tile_max, sizeof(float) * kTileRows);
+          std::memcpy(slot + kTileRows, at.tile_sum, sizeof(float) * kTileRows);
+          std::memcpy(slot + 2 * kTileRows, at.tile_out, sizeof(float) * item.row_count * padded);
+        } else if (t > first_tile) {
+          merge_tile(at.max, at.sum, at.out, at.tile_max, at.tile_sum, at.tile_out, walk.row_count, padded);
+        }
       }
     }
     if (item.partial < 0)
-      for (int i = 0; i < item.row_count; ++i) write_row(call, item, kv_head, i, at.out + i * padded, at.sum[i]);
+      for (int i = 0; i < item.row_count; ++i) write_row(call, item, kv_head, i, all.out + i * padded, all.sum[i]);
   }
 }
 
 // The tiles of an item that was cut, in order of position: the same merges as in attend().
 void attention_merge(const AttentionCall& call, const AttentionItem& item, float* memory) {
-  const int padded = call.layer->padded_dim();
+  const int padded = call.layer->padded_dim(), rows = item.row_count;
   const int64_t slot_floats = kTileRows * (padded + 2);
-  for (int i = 0; i < item.row_count; ++i) {
-    const float* slot = call.partials + item.partial * slot_floats;
-    float max = slot[i], sum = slot[kTileRows + i], *out = memory;
-    std::memcpy(out, slot + 2 * kTileRows + i * padded, sizeof(float) * padded);
-    for (int t = 1; t < item.tile_count; ++t) {
-      slot += slot_floats;
-      merge_tile(&max, &sum, out, slot[i], slot[kTileRows + i], slot + 2 * kTileRows + i * padded, padded);
-    }
-    write_row(call, item, item.kv_head, i, out, sum);
+  const Scratch at(memory, *call.layer);
+  const float* slot = call.partials + item.partial * slot_floats;
+  std::memcpy(at.max, slot, sizeof(float) * kTileRows);
+  std::memcpy(at.sum, slot + kTileRows, sizeof(float) * kTileRows);
+  std::memcpy(at.out, slot + 2 * kTileRows, sizeof(float) * rows * padded);
+  for (int t = 1; t < item.tile_count; ++t) {
+    slot += slot_floats;
+    merge_tile(at.max, at.sum, at.out, slot, slot + kTileRows, slot + 2 * kTileRows, rows, padded);
   }
+  for (int i = 0; i < rows; ++i) write_row(call, item, item.kv_head, i, at.out + i * padded, at.sum[i]);
 }
 
 void attention_item(const AttentionCall& call, const AttentionItem& item, const AttentionItem* next, float* memory) {

@@ -1,6 +1,7 @@
 #include "ops/attention_plan.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "core/isa.h"
 
@@ -9,8 +10,8 @@ namespace pm {
 PM_DEFINE_PICK(AttentionTable, attention)
 
 int64_t attention_scratch_floats(const AttentionLayer& layer) {
-  const int64_t row = kTile + 2 * layer.padded_dim() + layer.query_words() + 7;
-  return (kTileRows * row + kTile + 15) / 16 * 16;
+  const int64_t row = kTile + 2 * layer.padded_dim() + layer.query_words() + 8;
+  return (kTileRows * row + 2 * kTile + 15) / 16 * 16;
 }
 
 int64_t attention_partial_floats(const AttentionLayer& layer) { return kTileRows * (layer.padded_dim() + 2); }
@@ -26,12 +27,9 @@ int64_t cost_of(const AttentionItem& item) {
 // each block, and what an item costs by itself is paid once.
 constexpr int kRequestsPerRank = 4;
 
-// Cuts items so that no rank is left with one long context while the others are done. Where the cuts fall depends on
-// the load; the arithmetic does not, because each tile is computed alone and merged in order.
-void cut_long_items(AttentionPlan& plan, int num_threads) {
-  int64_t total = 0;
-  for (const auto& item : plan.items) total += cost_of(item);
-  const int64_t most = total / (4 * num_threads) + 1;
+// Cuts items of more than `most` so that no rank is left with one long context while the others are done. Where the
+// cuts fall depends on the load; the arithmetic does not, because each tile is computed alone and merged in order.
+void cut_long_items(AttentionPlan& plan, int64_t most) {
   std::vector<AttentionItem> heads, cut;
   for (const auto& item : plan.items) {
     if (item.head_count == 1 || cost_of(item) <= most) {
@@ -45,7 +43,7 @@ void cut_long_items(AttentionPlan& plan, int num_threads) {
     }
   }
   for (const auto& item : heads) {
-    if (item.head_count > 1 || item.tile_count < 2 || cost_of(item) <= most) {
+    if (item.head_count > 1 || item.members || item.tile_count < 2 || cost_of(item) <= most) {
       cut.push_back(item);
       continue;
     }
@@ -66,7 +64,65 @@ void cut_long_items(AttentionPlan& plan, int num_threads) {
   plan.items.swap(cut);
 }
 
+// Requests of one new token whose query comes after the first tile, in the order of their block tables: those that
+// begin alike stand together.
+std::vector<int32_t> in_order_of_tables(const AttentionLayer& layer, const AttentionBatch& batch) {
+  std::vector<int32_t> order;
+  for (int r = 0; r < batch.num_requests; ++r)
+    if (batch.query_start[r + 1] - batch.query_start[r] == 1 && batch.context_lens[r] > kTile) order.push_back(r);
+  const auto table = [&](int32_t r) { return batch.block_tables + r * batch.table_stride; };
+  const auto end = [&](int32_t r) { return table(r) + (batch.context_lens[r] - 1) / layer.block_size + 1; };
+  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+    return std::lexicographical_compare(table(a), end(a), table(b), end(b));
+  });
+  return order;
+}
+
+// Tiles before both requests' queries, at most `limit`, that lie in the same blocks.
+int tiles_in_common(const AttentionLayer& layer, const AttentionBatch& batch, int32_t a, int32_t b, int limit) {
+  limit = std::min({limit, (batch.context_lens[a] - 1) / kTile, (batch.context_lens[b] - 1) / kTile});
+  const int32_t* mine = batch.block_tables + a * batch.table_stride;
+  const int32_t* other = batch.block_tables + b * batch.table_stride;
+  const int blocks = (limit * kTile + layer.block_size - 1) / layer.block_size;
+  const int same = static_cast<int>(std::mismatch(mine, mine + blocks, other).first - mine);
+  return std::min(limit, same * layer.block_size / kTile);
+}
+
 }  // namespace
+
+// Requests that share their first tiles walk them together: each key is then read, and each value widened, for the rows
+// of all. Of the requests that may join one, so many do as save most reading. A group costs `most` at the most, so that
+// there are enough of them to go round.
+void AttentionPlan::group_requests(const AttentionLayer& layer, const AttentionBatch& batch, int64_t most) {
+  const int heads = layer.group_heads(), room = kTileRows / heads;
+  members = in_order_of_tables(layer, batch);
+  std::vector<AttentionItem> groups;
+  std::vector<bool> grouped(static_cast<size_t>(batch.num_requests));
+  for (size_t i = 0; i + 1 < members.size();) {
+    AttentionItem best{members[i], 0, 1, 0, heads, 0, 0, -1, &members[i], 0};
+    AttentionItem item = best;
+    int shared = std::numeric_limits<int>::max(), saved = 0;
+    for (size_t j = i; j < members.size() && j - i < static_cast<size_t>(room); ++j) {
+      if (j > i) shared = tiles_in_common(layer, batch, members[i], members[j], shared);
+      item.row_count = static_cast<int>(j - i + 1) * heads;
+      item.tile_count = std::max(item.tile_count, (batch.context_lens[members[j]] - 1) / kTile + 1);
+      item.shared_tiles = shared;
+      if (shared == 0 || cost_of(item) > most) break;
+      const int saves = static_cast<int>(j - i) * shared;
+      if (saves > saved) best = item, saved = saves;
+    }
+    const size_t end = i + static_cast<size_t>(best.row_count / heads);
+    if (saved > 0) groups.push_back(best);
+    for (; i < end; ++i) grouped[static_cast<size_t>(members[i])] = saved > 0;
+  }
+  std::erase_if(items, [&](const AttentionItem& item) { return grouped[static_cast<size_t>(item.request)]; });
+  for (int kv_head = 0; kv_head < layer.num_kv_heads; ++kv_head) {  // the groups of a head in turn: their keys may be one
+    for (AttentionItem item : groups) {
+      item.kv_head = kv_head;
+      items.push_back(item);
+    }
+  }
+}
 
 void AttentionPlan::build(const AttentionLayer& layer, const AttentionBatch& batch, int num_threads) {
   items.clear();
@@ -87,8 +143,12 @@ void AttentionPlan::build(const AttentionLayer& layer, const AttentionBatch& bat
       }
     }
   }
+  int64_t total = 0;
+  for (const auto& item : items) total += cost_of(item);
+  const int64_t most = num_threads > 1 ? total / (4 * num_threads) + 1 : total;
+  if (layer.causal && layer.window == 0) group_requests(layer, batch, most);
   if (num_threads > 1) {
-    cut_long_items(*this, num_threads);
+    cut_long_items(*this, most);
     std::stable_sort(items.begin(), items.end(),
                      [](const AttentionItem& a, const AttentionItem& b) { return cost_of(a) > cost_of(b); });
   }

@@ -12,9 +12,13 @@ namespace pm {
 struct AttentionPlan {
   std::vector<AttentionItem> items;   // the costliest first, so that threads end together
   std::vector<AttentionItem> merges;  // the rows of the items that were cut, tile_count the whole range
+  std::vector<int32_t> members;       // of the items that several requests share
   int num_partials = 0;
 
   void build(const AttentionLayer& layer, const AttentionBatch& batch, int num_threads);
+
+ private:
+  void group_requests(const AttentionLayer& layer, const AttentionBatch& batch, int64_t most);
 };
 
 // Runs on every rank of a region; `memory`: attention_scratch_floats() of this rank's own. No barrier at either end.

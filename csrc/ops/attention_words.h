@@ -25,7 +25,8 @@ struct Kind {  // bfloat16 and float32
   static constexpr int kValueSteps = std::is_same<Word, F32Word>::value ? kGroup : kGroup / 2;
   PM_INLINE Sum first_sum(const int32_t*) { return zero(); }
   PM_INLINE W16 values(const uint32_t* p) { return load_words(p); }
-  PM_INLINE F16 scores(Sum sum, const uint32_t*) { return sum; }
+  PM_INLINE F16 key_scales(const uint32_t*) { return zero(); }
+  PM_INLINE F16 scores(Sum sum, F16) { return sum; }
   PM_INLINE F16 outputs(Sum sum, float) { return sum; }
 };
 
@@ -37,10 +38,9 @@ struct Kind<I8Word> {
   static constexpr int kValueSteps = kGroup / 2;
   PM_INLINE Sum first_sum(const int32_t* start) { return set1_i32(*start); }
   PM_INLINE W16 values(const uint32_t* p) { return load_byte_pairs(p); }
-  // Scales of the group's 16 keys.
-  PM_INLINE F16 scores(Sum sum, const uint32_t* scales) {
-    return mul(to_float(sum), load_bf16(reinterpret_cast<const uint16_t*>(scales)));
-  }
+  // Of the group's 16 keys.
+  PM_INLINE F16 key_scales(const uint32_t* p) { return load_bf16(reinterpret_cast<const uint16_t*>(p)); }
+  PM_INLINE F16 scores(Sum sum, F16 scales) { return mul(to_float(sum), scales); }
   PM_INLINE F16 outputs(Sum sum, float unit) { return mul(to_float(sum), set1(unit)); }
 };
 

@@ -133,6 +133,86 @@ def test_a_broken_neighbour_stays_alone(isa: str, kv: str, part: str) -> None:
     assert both[1].isnan().all()
 
 
+def shared_cache(
+    shape: Shape, requests: list[tuple[int, int, int]], generator: torch.Generator
+) -> tuple[PagedCache, list[torch.Tensor], list[int]]:
+    """Of requests (the one it begins like, blocks shared with it, own tokens): the cache, their rows and lengths."""
+    rows: list[torch.Tensor] = []
+    shares: list[tuple[int, int]] = []
+    for parent, blocks, own in requests:
+        like = rows[parent % len(rows)] if rows else torch.empty(0, (shape.heads + 2 * shape.kv_heads) * shape.dim)
+        blocks = min(blocks, len(like) // shape.block_size)
+        rows.append(torch.cat([like[: blocks * shape.block_size], make_qkv(shape, own, generator)]))
+        shares.append((parent % max(1, len(rows) - 1), blocks))
+    lengths = [len(row) for row in rows]
+    cache = PagedCache(shape, lengths, generator)
+    for row, (parent, blocks) in enumerate(shares):
+        cache.tables[row, :blocks] = cache.tables[parent, :blocks]
+        cache.write(row, blocks * shape.block_size, rows[row][blocks * shape.block_size :])
+    return cache, rows, lengths
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(heads=9, kv_heads=3, kv="i8"),
+        Shape(heads=4, kv_heads=2, kv="bf16", block_size=48),
+        Shape(heads=5, kv_heads=1, kv="f32", dim=24, softcap=8.0),
+        Shape(heads=32, kv_heads=1, kv="i8", dim=16),
+        Shape(heads=4, kv_heads=2, kv="i8", window=300),
+    ],
+    ids=str,
+)
+def test_requests_that_share_a_prefix_get_the_bytes_they_get_alone(
+    isa: str, threads: None, shape: Shape, num_threads: int
+) -> None:
+    """Most begin alike for two tiles, some for longer, one by less than a tile; two are chunks."""
+    generator = torch.Generator().manual_seed(7)
+    tile = -(-256 // shape.block_size)
+    requests = [(0, 0, 560), (0, 2 * tile, 1), (0, 2 * tile, 40), (0, 2 * tile + 1, 300), (3, 3 * tile, 17)]
+    requests += [(4, 3 * tile, 5), (0, tile - 1, 260), (0, 0, 9), *[(0, 2 * tile, 20 + i) for i in range(5)]]
+    cache, rows, lengths = shared_cache(shape, requests, generator)
+    new = [1] * len(rows)
+    new[2], new[8] = 7, 20
+    queries = [queries_of(shape, row)[-n:] for row, n in zip(rows, new, strict=True)]
+    _native.set_num_threads(1)
+    alone = [attend(shape, cache, [query], [i], [lengths[i]])[0] for i, query in enumerate(queries)]
+    _native.set_num_threads(num_threads)
+    order = torch.randperm(len(rows), generator=generator).tolist()
+    together = attend(shape, cache, [queries[i] for i in order], order, [lengths[i] for i in order])
+    for i, got in zip(order, together, strict=True):
+        assert torch.equal(got, alone[i]), i
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    group=st.integers(1, 9),
+    kv_heads=st.integers(1, 2),
+    groups_per_block=st.integers(1, 3),
+    kv=st.sampled_from(["bf16", "f32", "i8"]),
+    num_threads=st.integers(1, 3),
+    requests=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 40), st.integers(1, 400)), min_size=2, max_size=16),
+)
+def test_fuzz_of_shared_prefixes(
+    seed: int, group: int, kv_heads: int, groups_per_block: int, kv: str, num_threads: int,
+    requests: list[tuple[int, int, int]],
+) -> None:  # fmt: skip
+    """Trees of prefixes: nobody's bytes depend on who begins alike."""
+    shape = Shape(heads=group * kv_heads, kv_heads=kv_heads, dim=16, block_size=16 * groups_per_block, kv=kv)
+    cache, rows, lengths = shared_cache(shape, requests, torch.Generator().manual_seed(seed))
+    queries = [queries_of(shape, row)[-1:] for row in rows]
+    before = _native.num_threads()
+    try:
+        _native.set_num_threads(num_threads)
+        together = attend(shape, cache, queries, list(range(len(rows))), lengths)
+        for i, query in enumerate(queries):
+            assert torch.equal(together[i], attend(shape, cache, [query], [i], [lengths[i]])[0])
+    finally:
+        _native.set_num_threads(before)
+
+
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
     """Any layer: heads of any size, also odd ones, groups that fill no vector, windows, soft caps, KV types."""
