@@ -114,6 +114,8 @@ class FakeEngine:
         self.gate.set()
         self.failure: PagemillError | None = None
         self.fail_after = 0
+        self.hold_after: int | None = None
+        """So many tokens come, and then none until the client goes away."""
         self.running: set[str] = set()
         self.aborted: list[str] = []
         self.seen: list[tuple[list[int], SamplingParams, str]] = []
@@ -244,6 +246,8 @@ class FakeEngine:
         for position, token in enumerate(tokens):
             await self.gate.wait()
             await asyncio.sleep(0)
+            if position == self.hold_after:
+                await asyncio.Event().wait()
             if self.failure is not None and position >= self.fail_after:
                 raise self.failure
             last = position == len(tokens) - 1

@@ -108,6 +108,30 @@ async def test_a_conversation(browser: Any, served: Served) -> None:
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
 
 
+async def test_an_answer_that_a_new_chat_cut_off_is_no_part_of_it(desk: Any, served: Served) -> None:
+    await asyncio.to_thread(desk.get, served.url + "/")
+    box = desk.find_element("id", "input")
+    served.engine.script = "word " * 100
+    served.engine.hold_after = 3
+    await asyncio.to_thread(box.send_keys, "hi\n")
+    await until(lambda: texts(desk), lambda list_: len(list_) == 2 and "wor" in list_[1])
+    await asyncio.to_thread(desk.find_element("id", "clear").click)
+    await until(lambda: served.engine.running, lambda running: not running)
+    served.engine.hold_after = None
+    await asyncio.to_thread(box.send_keys, "new\n")
+    await until(lambda: texts(desk), lambda list_: len(list_) == 2 and "first token" in list_[1])
+    prompt = served.engine.tokenizer.decode(served.engine.seen[-1][0], skip_special_tokens=False)
+    assert prompt == "<|open|>user: new<|close|><|open|>assistant: "
+
+
+async def test_what_a_model_thinks_is_shown_above_its_answer(desk: Any) -> None:
+    async with serving(FakeEngine("<think>so much</think>Yes."), ServerConfig(reasoning_parser="qwen3")) as served:
+        await asyncio.to_thread(desk.get, served.url + "/")
+        await asyncio.to_thread(desk.find_element("id", "input").send_keys, "hi\n")
+        shown = await until(lambda: texts(desk), lambda list_: len(list_) == 2 and "first token" in list_[1])
+        assert shown[1].startswith("so much\nYes.")
+
+
 async def test_an_error_is_shown(browser: Any, served: Served) -> None:
     await asyncio.to_thread(browser.get, served.url + "/")
     served.app.context.draining = True

@@ -1,6 +1,6 @@
 // The chat: one conversation, streamed. Text from the model only ever becomes text nodes.
 const $ = (id) => document.getElementById(id);
-const messages = []; // {role, content}
+let messages = []; // {role, content}; another list for each chat, so that an answer cannot end in the next one
 let running = null; // AbortController of the open answer
 
 function bubble(role, text) {
@@ -20,6 +20,18 @@ function note(item, text) {
   line.className = "note";
   line.textContent = text;
   item.append(line);
+}
+
+// What the model thinks before it answers, above the answer.
+function think(item, text) {
+  let thought = item.querySelector(".thought");
+  if (!thought) {
+    thought = document.createElement("span");
+    thought.className = "thought";
+    item.prepend(thought);
+  }
+  thought.textContent += text;
+  follow(false);
 }
 
 // Scroll along, unless the reader has scrolled up.
@@ -56,19 +68,21 @@ async function* events(response) {
 }
 
 async function answer() {
+  const chat = messages;
   const system = $("system").value.trim();
   const sent = system ? [{ role: "system", content: system }, ...messages] : messages;
   const body = { messages: sent, stream: true, stream_options: { include_usage: true }, ...sampling() };
   const item = bubble("assistant", "");
+  const shown = item.firstChild;
   item.classList.add("busy");
-  running = new AbortController();
+  const controller = running = new AbortController();
   buttons();
   const begun = performance.now();
   let first = 0, text = "", usage = null, reason = null;
   try {
     const response = await fetch("/v1/chat/completions", {
       method: "POST", headers: { "content-type": "application/json" },
-      body: JSON.stringify(body), signal: running.signal,
+      body: JSON.stringify(body), signal: controller.signal,
     });
     if (!response.ok) throw new Error((await response.json()).error.message);
     for await (const event of events(response)) {
@@ -77,10 +91,11 @@ async function answer() {
       const choice = event.choices[0];
       if (!choice) continue;
       reason = choice.finish_reason ?? reason;
+      if (choice.delta.reasoning_content) think(item, choice.delta.reasoning_content);
       if (!choice.delta.content) continue;
       first ||= performance.now();
       text += choice.delta.content;
-      item.firstChild.textContent = text;
+      shown.textContent = text;
       follow(false);
     }
   } catch (error) {
@@ -88,8 +103,8 @@ async function answer() {
     else { item.classList.add("error"); note(item, error.message); }
   }
   item.classList.remove("busy");
-  running = null;
-  if (text) messages.push({ role: "assistant", content: text });
+  if (running === controller) running = null;
+  if (text) chat.push({ role: "assistant", content: text });
   const facts = [];
   if (first) facts.push(`first token ${Math.round(first - begun)} ms`);
   if (usage && first && usage.completion_tokens > 1) {
@@ -134,7 +149,8 @@ $("stop").addEventListener("click", () => running?.abort());
 $("again").addEventListener("click", again);
 $("clear").addEventListener("click", () => {
   running?.abort();
-  messages.length = 0;
+  running = null;
+  messages = [];
   $("messages").replaceChildren();
   $("hint").hidden = false;
   buttons();
