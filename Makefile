@@ -24,7 +24,7 @@ test-sanitized: $(SANITIZED)/.installed $(SANITIZED)/races
 	$$(setarch -R true && echo setarch -R) $(SANITIZED)/races
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	$(SANITIZED)/venv/bin/python -m pytest tests/kernels tests/sampling/test_native.py $(ARGS)
+	$(SANITIZED)/venv/bin/python -m pytest --capture=sys tests/kernels tests/sampling/test_native.py $(ARGS)
 
 # The same checks for people and for CI: format, lint, types.
 check: $(VENV)/.installed-test
