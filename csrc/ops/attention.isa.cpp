@@ -206,6 +206,10 @@ void attend_tile(const AttentionCall& call, const Walk& walk, const TileKeys& ti
     const int other = g - first + next.first;
     ahead[g] = other < next.last ? next.keys[other] : tile.keys[g];
   }
+  // What the next tile has beyond: a short tile before a long one.
+  if (walk.row_count <= kDecodeRows)
+    for (int g = next.first + last - first; g < next.last; ++g)
+      for (int word = 0; word < layer.group_words(); word += 16) prefetch(next.keys[g] + word);
   Steps all;  // of rows that see every key up to `end`
   if constexpr (Kind<Word>::kBytes) {
     F16 most = zero();

@@ -88,6 +88,25 @@ int tiles_in_common(const AttentionLayer& layer, const AttentionBatch& batch, in
   return std::min(limit, same * layer.block_size / kTile);
 }
 
+// From the dearest down to the cheapest, dealt like cards, there and back: the team's ranks take equal shares that lie
+// side by side, and each then costs about the same.
+void deal(std::vector<AttentionItem>& items, int num_threads) {
+  const auto n = static_cast<int64_t>(items.size());
+  const int64_t rounds = n / num_threads;
+  int64_t left = rounds * num_threads;  // the last, incomplete round goes to the ranks with the larger shares
+  std::vector<AttentionItem> dealt;
+  dealt.reserve(items.size());
+  for (int rank = 0; rank < num_threads; ++rank) {
+    for (int64_t round = 0; round < rounds; ++round) {
+      const int64_t seat = round % 2 == 0 ? rank : num_threads - 1 - rank;
+      dealt.push_back(items[static_cast<size_t>(round * num_threads + seat)]);
+    }
+    const int64_t share = n * (rank + 1) / num_threads - n * rank / num_threads;
+    if (share > rounds) dealt.push_back(items[static_cast<size_t>(left++)]);
+  }
+  items.swap(dealt);
+}
+
 }  // namespace
 
 // Requests that share their first tiles walk them together: each key is then read, and each value widened, for the rows
@@ -151,6 +170,7 @@ void AttentionPlan::build(const AttentionLayer& layer, const AttentionBatch& bat
     cut_long_items(*this, most);
     std::stable_sort(items.begin(), items.end(),
                      [](const AttentionItem& a, const AttentionItem& b) { return cost_of(a) > cost_of(b); });
+    deal(items, num_threads);
   }
 }
 
