@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from pagemill.bench import report
 from pagemill.config import DEFAULT_MODEL, EngineConfig
 from pagemill.core.messages import EngineOutput
 from pagemill.engine.detokenizer import Vocabulary
@@ -142,11 +143,9 @@ def main() -> None:
                 f"{part} {cost['least_us']:.0f} ({cost['median_us']:.0f})" for part, cost in costs.items()
             )
             print(f"batch {batch:3}  {name:20}  {shown}", file=sys.stderr)
-    document = json.dumps({"benchmark": "front", "steps": args.steps, "results": results}, indent=1)
-    if args.json:
-        args.json.write_text(document + "\n")
-    else:
-        print(document)
+    document = report.write(args.json, "front", {"steps": args.steps}, {"cases": results})
+    if args.json is None:
+        print(json.dumps(document, indent=1))
 
 
 if __name__ == "__main__":

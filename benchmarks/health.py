@@ -28,6 +28,8 @@ import aiohttp
 import uvloop
 from vanishing import crowd, start
 
+from pagemill.bench import report
+
 EVERY_S = 0.025
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 MEGABYTES = 4 * 1024 * 1024 - 1024
@@ -206,11 +208,9 @@ def main() -> None:
         process.terminate()
         process.wait()
     settings = {"seconds": args.seconds, "flags": flags}
-    document = json.dumps({"benchmark": "health", "settings": settings, "results": result}, indent=1)
-    if args.json:
-        args.json.write_text(document + "\n")
-    else:
-        print(document)
+    document = report.write(args.json, "health", settings, result)
+    if args.json is None:
+        print(json.dumps(document, indent=1))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pagemill import LLM, SamplingParams
+from pagemill.bench import report
 
 TYPES: tuple[dict[str, Any], ...] = (
     {"type": "string", "maxLength": 40},
@@ -75,10 +76,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         rates["constrained"].append(run(llm, prompts, bound))
     medians = {kind: statistics.median(values) for kind, values in rates.items()}
     return {
-        "batch": arguments.batch,
-        "tokens": arguments.tokens,
-        "quantization": arguments.quantization,
-        "num_threads": arguments.num_threads,
         "free_tokens_per_s": medians["free"],
         "constrained_tokens_per_s": medians["constrained"],
         "first_constrained_tokens_per_s": first,
@@ -97,10 +94,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     found = measure(arguments)
-    text = json.dumps(found, indent=1)
-    print(text)
-    if arguments.json is not None:
-        arguments.json.write_text(text + "\n")
+    settings = {name: getattr(arguments, name) for name in ("batch", "tokens", "quantization", "num_threads")}
+    report.write(arguments.json, "structured", settings, found)
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

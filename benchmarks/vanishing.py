@@ -32,6 +32,7 @@ import aiohttp
 import psutil
 import uvloop
 
+from pagemill.bench import report
 from pagemill.bench.vanishing import stay, vanish
 
 TOKENS = 32
@@ -197,11 +198,9 @@ def main() -> None:
         process.terminate()
         process.wait()
     settings = {name: getattr(args, name) for name in ("rates", "seconds", "turns", "steady")} | {"flags": flags}
-    document = json.dumps({"benchmark": "vanishing", "settings": settings, "results": result}, indent=1)
-    if args.json:
-        args.json.write_text(document + "\n")
-    else:
-        print(document)
+    document = report.write(args.json, "vanishing", settings, result)
+    if args.json is None:
+        print(json.dumps(document, indent=1))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from pagemill.bench import report
 from pagemill.core.messages import BlockCopy, NewRow, SchedulerOutput
 from pagemill.kernels.ops import StepInputs
 from pagemill.params import SamplingParams
@@ -120,11 +121,10 @@ def main() -> None:
             results.append(result)
             figures = "  ".join(f"{name} {value:.0f}" for name, value in result.items() if name.endswith("_us"))
             print(f"batch {batch:3d}  {kind:9s} {figures}", file=sys.stderr)
-    text = json.dumps(results, indent=1)
-    if args.json:
-        args.json.write_text(text + "\n")
-    else:
-        print(text)
+    settings = {"vocab": args.vocab, "steps": args.steps, "picker": args.picker}
+    document = report.write(args.json, "worker", settings, {"cases": results})
+    if args.json is None:
+        print(json.dumps(document, indent=1))
 
 
 if __name__ == "__main__":
