@@ -1,7 +1,9 @@
 // Sampling for Python: whole steps at a time, rows shared out over the team.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 
+#include <optional>
 #include <stdexcept>
 #include <vector>
 
@@ -32,7 +34,17 @@ int64_t row_stride(const Array& logits) {
 
 constexpr int64_t kWorthATeam = 1 << 17;  // logits; fewer are looked through before the others would have begun
 
-void row_extremes(Logits logits, Vec<int64_t> best, Vec<float> highest, Vec<bool> finite) {
+using TokenMask = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// One row of bits for each of `rows` rows of logits.
+const uint32_t* mask_bits(const TokenMask& mask, int64_t rows, int64_t vocab) {
+  check(static_cast<int64_t>(mask.shape(0)) == rows && static_cast<int64_t>(mask.shape(1)) * 32 >= vocab,
+        "mask must be [rows of logits, ceil(columns / 32)]");
+  return reinterpret_cast<const uint32_t*>(mask.data());
+}
+
+void row_extremes(Logits logits, Vec<int64_t> best, Vec<float> highest, Vec<bool> finite,
+                  const std::optional<TokenMask>& mask) {
   const size_t rows = logits.shape(0);
   const int64_t vocab = static_cast<int64_t>(logits.shape(1));
   check(best.shape(0) == rows && highest.shape(0) == rows && finite.shape(0) == rows,
@@ -40,10 +52,12 @@ void row_extremes(Logits logits, Vec<int64_t> best, Vec<float> highest, Vec<bool
   check(vocab > 0 && vocab <= int64_t{1} << 27, "logits must have between 1 and 2^27 columns");
   const float* data = logits.data();
   const int64_t stride = row_stride(logits);
+  const uint32_t* bits = mask ? mask_bits(*mask, static_cast<int64_t>(rows), vocab) : nullptr;
+  const int64_t words = mask ? static_cast<int64_t>(mask->shape(1)) : 0;
   nb::gil_scoped_release release;
   const SamplingTable& table = pick_sampling();
   const auto one = [&](int64_t r) {
-    const RowExtremes found = table.extremes(data + r * stride, vocab);
+    const RowExtremes found = table.extremes(data + r * stride, vocab, bits == nullptr ? nullptr : bits + r * words);
     best.data()[r] = found.best;
     highest.data()[r] = found.highest;
     finite.data()[r] = found.finite;
@@ -55,16 +69,15 @@ void row_extremes(Logits logits, Vec<int64_t> best, Vec<float> highest, Vec<bool
   parallel([&](Team& team) { team.for_each(static_cast<int64_t>(rows), one); });
 }
 
-void forbid_tokens(nb::ndarray<float, nb::ndim<2>, nb::device::cpu> logits,
-                   nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> mask) {
+void forbid_tokens(nb::ndarray<float, nb::ndim<2>, nb::device::cpu> logits, TokenMask mask) {
   const int64_t rows = static_cast<int64_t>(logits.shape(0)), vocab = static_cast<int64_t>(logits.shape(1));
   const int64_t words = static_cast<int64_t>(mask.shape(1)), stride = row_stride(logits);
-  check(mask.shape(0) == logits.shape(0) && words * 32 >= vocab, "mask must be [rows of logits, ceil(columns / 32)]");
+  const uint32_t* bits = mask_bits(mask, rows, vocab);
   nb::gil_scoped_release release;
   const SamplingTable& table = pick_sampling();
   parallel([&](Team& team) {
     team.for_each(rows, [&](int64_t r) {
-      table.forbid(logits.data() + r * stride, vocab, reinterpret_cast<const uint32_t*>(mask.data()) + r * words);
+      table.forbid(logits.data() + r * stride, vocab, bits + r * words);
     });
   });
 }
@@ -140,7 +153,7 @@ void row_logprobs(Logits logits, Vec<const int64_t> index, Vec<const int64_t> ch
 }  // namespace
 
 void register_sampling(nb::module_& m) {
-  m.def("row_extremes", &row_extremes, "logits"_a, "best"_a, "highest"_a, "finite"_a);
+  m.def("row_extremes", &row_extremes, "logits"_a, "best"_a, "highest"_a, "finite"_a, "mask"_a = nb::none());
   m.def("forbid_tokens", &forbid_tokens, "logits"_a, "mask"_a);
   m.def("row_logprobs", &row_logprobs, "logits"_a, "index"_a, "chosen"_a, "value"_a, "rank"_a, "best"_a,
         "best_value"_a);

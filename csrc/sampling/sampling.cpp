@@ -110,7 +110,7 @@ double uniform(uint64_t seed, uint64_t position) {
 }
 
 int64_t draw(const SamplingTable& table, const Draw& row, const DrawMemory& memory) {
-  const float highest = table.extremes(row.logits, row.vocab).highest;
+  const float highest = table.extremes(row.logits, row.vocab, nullptr).highest;
   table.weigh(row.logits, row.vocab, highest, 1.0f / row.temperature, row.min_p, memory.weights, memory.block_mass);
   const double noise = uniform(row.seed, row.position);
   const double whole = mass_of(memory.block_mass, row.vocab);
@@ -122,7 +122,7 @@ int64_t draw(const SamplingTable& table, const Draw& row, const DrawMemory& memo
 
 ChosenLogprob logprobs(const SamplingTable& table, const float* logits, int64_t vocab, int64_t chosen, int64_t most,
                        const DrawMemory& memory, int64_t* ids, float* values) {
-  const float highest = table.extremes(logits, vocab).highest;
+  const float highest = table.extremes(logits, vocab, nullptr).highest;
   table.weigh(logits, vocab, highest, 1.0f, 0.0f, memory.weights, memory.block_mass);
   const double log_sum = highest + std::log(mass_of(memory.block_mass, vocab));
   int64_t count = 0;

@@ -15,9 +15,9 @@ namespace pm {
 constexpr int kMassBlock = 256;  // weights that are summed together
 
 struct RowExtremes {
-  int64_t best;  // lowest id of the highest logit
+  int64_t best;  // lowest id of the highest allowed logit
   float highest;
-  bool finite;
+  bool finite;   // all of the row, also what is not allowed
 };
 
 struct Candidate {
@@ -38,7 +38,8 @@ struct Draw {
 };
 
 struct SamplingTable {
-  RowExtremes (*extremes)(const float* logits, int64_t vocab);
+  // Token i is allowed where bit i % 32 of mask[i / 32] is 1; null: all.
+  RowExtremes (*extremes)(const float* logits, int64_t vocab, const uint32_t* mask);
   // weights[i] = exp((logits[i] - highest) * scale), 0 where below `least`; block_mass[b] = their sum over each block of
   // kMassBlock. Both padded: weights to a multiple of 16.
   void (*weigh)(const float* logits, int64_t vocab, float highest, float scale, float least, float* weights,

@@ -20,22 +20,27 @@ PM_INLINE void look(Best& best, F16 x, float step) {
   best.step = select(m, set1(step), best.step);
 }
 
-RowExtremes extremes(const float* logits, int64_t vocab) {
+template <bool Masked>
+RowExtremes extremes_among(const float* logits, int64_t vocab, const uint32_t* mask) {
   const float low = -__builtin_inff();
+  const auto allowed = [&](F16 x, int64_t i) {
+    if constexpr (!Masked) return x;
+    return select(static_cast<Mask>(mask[i / 32] >> (i % 32)), x, set1(low));
+  };
   Best a{set1(low), zero()}, b{set1(low), zero()};
   Mask sound = 0xffff;
   int64_t i = 0;
   for (; i + 32 <= vocab; i += 32) {
     const F16 x = load(logits + i), y = load(logits + i + 16);
     sound &= finite(x) & finite(y);
-    look(a, x, static_cast<float>(i / 16));
-    look(b, y, static_cast<float>(i / 16 + 1));
+    look(a, allowed(x, i), static_cast<float>(i / 16));
+    look(b, allowed(y, i + 16), static_cast<float>(i / 16 + 1));
   }
   for (; i < vocab; i += 16) {
     const Mask m = tail_mask(vocab - i);
     const F16 x = load(logits + i, m);
     sound &= finite(x);
-    look(a, select(m, x, set1(low)), static_cast<float>(i / 16));
+    look(a, allowed(select(m, x, set1(low)), i), static_cast<float>(i / 16));
   }
   float value[32], step[32];
   store(value, a.value);
@@ -54,6 +59,10 @@ RowExtremes extremes(const float* logits, int64_t vocab) {
     }
   }
   return found;
+}
+
+RowExtremes extremes(const float* logits, int64_t vocab, const uint32_t* mask) {
+  return mask == nullptr ? extremes_among<false>(logits, vocab, mask) : extremes_among<true>(logits, vocab, mask);
 }
 
 void weigh(const float* logits, int64_t vocab, float highest, float scale, float least, float* weights,

@@ -367,10 +367,11 @@ class Program:
 
 # ------------------------------------------------------------------------------------- sampling
 
-def row_extremes(logits: Array, best: Array, highest: Array, finite: Array) -> None:
+def row_extremes(logits: Array, best: Array, highest: Array, finite: Array, mask: Array | None = None) -> None:
     """Of each row of logits [R, V] float32: the lowest id of the highest logit, that logit, whether all are finite.
 
-    best [R] int64, highest [R] float32, finite [R] bool.
+    best [R] int64, highest [R] float32 (-inf where nothing is allowed), finite [R] bool. mask [R, ceil(V / 32)] int32:
+    which tokens may be the best, by bit.
     """
 
 def row_logprobs(

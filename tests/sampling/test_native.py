@@ -64,6 +64,27 @@ def test_the_best_token_its_logit_and_finiteness(vocab: int) -> None:
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
+def test_the_best_of_the_allowed_tokens_and_the_finiteness_of_all(vocab: int) -> None:
+    mask = np.random.default_rng(vocab).integers(-(2**31), 2**31, (5, -(-vocab // 32)), np.int32)
+    mask[1], mask[2], mask[3:] = 0, -1, 0
+    mask[3:, (vocab - 1) // 32] = np.uint32(1 << (vocab - 1) % 32).astype(np.int32)  # the last token alone
+    logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(vocab)).round(decimals=1)
+    logits[4, 0] = torch.nan
+    before = logits.clone()
+    best, highest, finite = NativePicker().best(logits, mask)
+    expected, expected_highest, expected_finite = TorchPicker().best(logits, mask)
+    assert torch.equal(logits.nan_to_num(nan=7.0), before.nan_to_num(nan=7.0)), "the logits are only read"
+    told = np.flatnonzero(finite & ~np.isneginf(highest))
+    assert {2, 3} <= set(told.tolist())
+    assert best[told].tolist() == expected[told].tolist()
+    assert highest[told].tolist() == expected_highest[told].tolist()
+    assert best[3] == vocab - 1
+    assert np.isneginf(highest[1])
+    assert np.isneginf(expected_highest[1])
+    assert finite.tolist() == expected_finite.tolist() == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
 def test_draws_agree_with_the_reference(vocab: int) -> None:
     repeats = 20 if vocab < 40_000 else 2
     filters = FILTERS * repeats

@@ -247,6 +247,18 @@ def test_a_row_with_no_token_left_fails_alone() -> None:
     assert sampled.token_ids[1] == 0
 
 
+def test_masked_rows_get_the_same_tokens_whether_or_not_others_need_their_logits_written() -> None:
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(3))
+    mask = np.random.default_rng(3).integers(-(2**31), 2**31, (4, -(-VOCAB // 32)), np.int32)
+    mask[1] = 0
+    greedy = request(temperature=0)
+    alone = run([greedy] * 4, logits, mask=mask)
+    for other in (request(seed=1), request(temperature=0, logprobs=1), request(temperature=0, bad_words=((1,),))):
+        beside = run([greedy] * 3 + [other], logits, mask=mask)
+        assert beside.token_ids[[0, 2]].tolist() == alone.token_ids[[0, 2]].tolist()
+        assert beside.non_finite[:3].tolist() == alone.non_finite[:3].tolist() == [False, True, False]
+
+
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_a_non_finite_row_is_named_and_hurts_no_other(poison: float) -> None:
     entries = [request(seed=i, top_p=0.9, logprobs=2, frequency_penalty=0.1) for i in range(3)]

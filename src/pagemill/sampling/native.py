@@ -20,11 +20,13 @@ class NativePicker:
 
     name = "native"
 
-    def best(self, logits: torch.Tensor) -> tuple[Rows, NDArray[np.float32], NDArray[np.bool_]]:
+    def best(
+        self, logits: torch.Tensor, mask: NDArray[np.int32] | None = None
+    ) -> tuple[Rows, NDArray[np.float32], NDArray[np.bool_]]:
         """Best token, its logit and finiteness in one pass."""
         rows = len(logits)
         best, highest, finite = np.empty(rows, np.int64), np.empty(rows, np.float32), np.empty(rows, np.bool_)
-        _native.row_extremes(logits, best, highest, finite)
+        _native.row_extremes(logits, best, highest, finite, None if mask is None else np.ascontiguousarray(mask))
         return best, highest, finite
 
     def logprobs(self, logits: torch.Tensor, index: Rows, chosen: Rows, most: int) -> RowLogprobs:

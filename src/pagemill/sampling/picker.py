@@ -37,8 +37,13 @@ class Picker(Protocol):
 
     name: str
 
-    def best(self, logits: torch.Tensor) -> tuple[Rows, NDArray[np.float32], NDArray[np.bool_]]:
-        """Of each row of logits float32 [R, V]: the lowest id of the highest logit, that logit, all finite or not."""
+    def best(
+        self, logits: torch.Tensor, mask: NDArray[np.int32] | None = None
+    ) -> tuple[Rows, NDArray[np.float32], NDArray[np.bool_]]:
+        """Of each row of logits float32 [R, V]: the lowest id of the highest logit, that logit, all finite or not.
+
+        ``mask`` as in :meth:`forbid`: which tokens may be the best. Where none may, the logit is -inf.
+        """
 
     def logprobs(self, logits: torch.Tensor, index: Rows, chosen: Rows, most: int) -> RowLogprobs:
         """Of the tokens ``chosen`` [n] in the rows ``index`` [n] of logits [R, V], and of the ``most`` <= V best."""
@@ -58,8 +63,15 @@ class TorchPicker:
 
     name = "torch"
 
-    def best(self, logits: torch.Tensor) -> tuple[Rows, NDArray[np.float32], NDArray[np.bool_]]:
+    def best(
+        self, logits: torch.Tensor, mask: NDArray[np.int32] | None = None
+    ) -> tuple[Rows, NDArray[np.float32], NDArray[np.bool_]]:
         """numpy's argmax on a CPU (several times faster than torch's there), torch's elsewhere."""
+        if mask is not None:
+            allowed = logits.clone()
+            self.forbid(allowed, mask)
+            best, highest, _ = self.best(allowed)
+            return best, highest, self.best(logits)[2]
         if logits.device.type == "cpu":
             values: NDArray[np.float32] = logits.numpy()
             best, lowest = values.argmax(axis=1), values.min(axis=1)

@@ -81,11 +81,15 @@ class Sampler:
         ``rows`` [R]: permanent rows; ``positions`` [R]: index in its sequence of the token to draw; ``mask`` int32
         [R, ceil(V / 32)]: allowed tokens by bit, lowest first.
         """
+        asked = np.flatnonzero(self.table.num_logprobs[rows] >= 0)
+        drawn = np.flatnonzero(~self.table.greedy[rows])
+        if mask is not None and not (len(asked) or len(drawn) or self._processed[rows].any()):
+            tokens, highest, finite = self._picker.best(logits, mask)  # all that is wanted of the logits
+            return Sampled(tokens, ~finite | np.isneginf(highest), None)
         tokens, _, finite = self._picker.best(logits)
         non_finite = ~finite
         if non_finite.any():
             logits[torch.from_numpy(non_finite).to(logits.device)] = 0.0
-        asked = np.flatnonzero(self.table.num_logprobs[rows] >= 0)
         processed = _processed(self.table.logprobs_mode[rows[asked]])
         plain = asked[~processed]
         raw = self._raw(logits, rows, plain, mask is not None and len(plain) > 0)
@@ -95,7 +99,6 @@ class Sampler:
             if nothing.any():
                 non_finite |= nothing
                 logits[torch.from_numpy(nothing).to(logits.device)] = 0.0
-        drawn = np.flatnonzero(~self.table.greedy[rows])
         if len(drawn):
             tokens[drawn] = self._picker.draw(logits, drawn, self.table, rows[drawn], positions[drawn])
         self._accept(rows, tokens, non_finite)
