@@ -100,6 +100,7 @@ def test_a_stream_of_any_length_is_worked_through_with_its_errors(llm: LLM) -> N
 
 
 def test_an_interrupt_leaves_the_engine_usable(llm: LLM) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
     stream = llm.stream("the fox", SamplingParams(max_tokens=100, ignore_eos=True))
     next(stream)
     step = llm._client.core.executor.sample

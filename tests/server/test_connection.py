@@ -116,6 +116,15 @@ async def test_nonsense_after_a_request_does_not_spoil_its_answer(served: Served
     writer.close()
 
 
+async def test_nor_those_of_the_requests_in_line_before_it(served: Served) -> None:
+    reader, writer = await connect(served)
+    writer.write(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n" + POST + b"nonsense\r\n\r\n")
+    answer = await reader.read()
+    assert answer.count(b"HTTP/1.1 200") == 2
+    assert b"Hello, world." in answer
+    writer.close()
+
+
 def _connections(served: Served) -> set[connection.Connection]:
     found: set[connection.Connection] = served.server.server_state.connections  # type: ignore[assignment]
     return found

@@ -150,8 +150,9 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Idle again, unless requests wait in line."""
+        goes_on = bool(self.pipeline)  # its next begins in the call below, and may be the last in line
         super().on_response_complete()
-        if self.pipeline or self.transport.is_closing():
+        if goes_on or self.transport.is_closing():
             return
         if self._deaf:
             self._close()
