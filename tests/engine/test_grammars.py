@@ -82,6 +82,7 @@ def test_the_output_is_of_the_form_and_stops_by_itself(llm: LLM, form: dict[str,
 
 
 def test_alone_and_batched_give_the_same_bits(llm: LLM) -> None:
+    pytest.importorskip("pagemill._native", reason="products of the reference ops depend on the number of rows")
     asked = [params(form, logprobs=2, seed=seed) for seed in range(3) for form in FORMS]
     asked.insert(5, SamplingParams.create(seed=9, max_tokens=20, logprobs=2))
     prompts = [f"the quick brown fox {index}" for index in range(len(asked))]
