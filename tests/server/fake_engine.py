@@ -198,6 +198,8 @@ class FakeEngine:
         has_room: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         assert has_room
+        if max(params.logprob_token_ids or (0,)) >= ByteTokenizer.vocab_size:
+            raise RequestError("logprob_token_ids holds ids past 259", param="logprob_token_ids")
         if max(prompt) >= ByteTokenizer.vocab_size:
             raise RequestError(f"the prompt holds the token id {max(prompt)}; ids are 0 to 259", param="prompt")
         self.seen.append((prompt, params, request_id))
@@ -291,7 +293,7 @@ class _Growing:
         logprobs = None
         if self.params.logprobs is not None:
             shown = SPECIALS.get(token, text)
-            logprobs = [_candidates(token, self.params.logprobs, shown)]
+            logprobs = [_candidates(token, self.params.logprobs, shown, self.params.logprob_token_ids)]
             assert self.whole.logprobs is not None
             self.whole.logprobs += logprobs
         return CompletionOutput(
@@ -299,8 +301,11 @@ class _Growing:
         )
 
 
-def _candidates(token: int, count: int, text: str) -> dict[int, Logprob]:
+def _candidates(token: int, count: int, text: str, listed: Sequence[int] | None = None) -> dict[int, Logprob]:
+    """The token's, and those of the best others or of what is ``listed``."""
     found = {token: Logprob(-0.5, 1, text)}
+    if listed:
+        return {other: Logprob(-2.0, 2, None) for other in listed} | found
     for rank in range(2, count + 1):
         other = (token + rank) % 256
         found[other] = Logprob(-float(rank) if rank < 3 else float("-inf"), rank, chr(other))

@@ -31,7 +31,7 @@ from pagemill.server.app import build_app
 from tests.server.conftest import REQUEST_TIMEOUT_S
 from tests.server.fake_engine import FakeEngine
 
-FEW, MANY = 25, 200
+FEW, MANY = 25, 2000
 MOST_REPAIRS = 6
 """Fields that are taken out of one refused body."""
 
