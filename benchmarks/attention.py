@@ -9,7 +9,6 @@ speed of reading memory: keys and values are taken in turn from as many caches a
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from pagemill import _native
+from pagemill.bench import report
 
 SHAPES = {"SmolLM2-135M": (9, 3, 64), "Qwen3-0.6B": (16, 8, 128)}
 """Model -> (query heads, KV heads, head_dim)."""
@@ -110,9 +110,8 @@ def main() -> None:
                 f"  {row['gbps']:6.1f} GB/s {row['of_read_ceiling']:5.0%}",
                 file=sys.stderr,
             )
-    report = {"isa": _native.isa(), "threads": _native.num_threads(), "ceilings": ceilings, "results": results}
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    settings = {"isa": _native.isa(), "threads": _native.num_threads()}
+    report.write(args.json, "attention", settings, {"ceilings": ceilings, "calls": results})
 
 
 if __name__ == "__main__":

@@ -114,13 +114,15 @@ def main() -> None:
     args = parser.parse_args()
 
     from pagemill import LLM
+    from pagemill.bench import report
     from pagemill.platform import select_platform
 
     threads = select_platform("cpu").num_threads()
     llm = LLM(args.model, dtype=args.dtype)
     folder = Path(llm.config.model)
     theirs = transformers_side(folder, threads, args.dtype == "bfloat16")
-    results: dict[str, Any] = {"model": args.model, "dtype": args.dtype, "threads": threads, "cpus": os.cpu_count()}
+    settings = {"model": args.model, "dtype": args.dtype, "threads": threads, "cpus": os.cpu_count()}
+    results: dict[str, Any] = {}
     import torch
 
     for name, mean_words in (("sentences", 20), ("paragraphs", 120)):
@@ -146,8 +148,7 @@ def main() -> None:
     llm.shutdown()
     results["http_sentences_per_s"] = served(args, draw(args.texts, 20))
     print(json.dumps(results, indent=1))
-    if args.json is not None:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    report.write(args.json, "embeddings", settings, results)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ when there are few rows, and from one ("warm") otherwise.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from pagemill import _native
+from pagemill.bench import report
 
 SHAPES: dict[str, tuple[int, int, bool]] = {
     "SmolLM2-135M qkv": (960, 576, False),
@@ -115,10 +115,8 @@ def main() -> None:
                     f"{r['gbps']:6.1f} {100 * r['of_read_ceiling']:5.0f}",
                     flush=True,
                 )
-    if args.json:
-        machine = {"isa": args.isa, "threads": args.threads, "ceilings": ceilings}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
+    settings = {"isa": args.isa, "threads": args.threads}
+    report.write(args.json, "kernels", settings, {"ceilings": ceilings, "products": results})
 
 
 if __name__ == "__main__":

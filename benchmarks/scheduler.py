@@ -10,13 +10,13 @@ the median what the machine made of it.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
 import time
 from pathlib import Path
 
+from pagemill.bench import report
 from pagemill.core.kv_cache import KVCacheSpec
 from pagemill.core.messages import EngineRequest, SchedulerOutput, StepResult
 from pagemill.core.scheduler import Scheduler
@@ -100,8 +100,7 @@ def main() -> int:
     print("\t".join(rows[0]))
     for row in rows:
         print("\t".join(f"{value:.1f}" for value in row.values()))
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    report.write(args.json, "scheduler", {"steps": args.steps}, {"batches": rows})
     return 0
 
 
