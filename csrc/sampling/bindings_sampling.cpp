@@ -1,9 +1,7 @@
 // Sampling for Python: whole steps at a time, rows shared out over the team.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
 
-#include <optional>
 #include <stdexcept>
 #include <vector>
 
@@ -36,49 +34,73 @@ constexpr int64_t kWorthATeam = 1 << 17;  // logits; fewer are looked through be
 
 using TokenMask = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-// One row of bits for each of `rows` rows of logits.
-const uint32_t* mask_bits(const TokenMask& mask, int64_t rows, int64_t vocab) {
-  check(static_cast<int64_t>(mask.shape(0)) == rows && static_cast<int64_t>(mask.shape(1)) * 32 >= vocab,
-        "mask must be [rows of logits, ceil(columns / 32)]");
+template <class F>
+void for_each_row(int64_t rows, int64_t vocab, F one) {
+  if (rows * vocab < kWorthATeam) {
+    for (int64_t r = 0; r < rows; ++r) one(r);
+  } else {
+    parallel([&](Team& team) { team.for_each(rows, one); });
+  }
+}
+
+void check_index(const Vec<const int64_t>& index, size_t rows) {
+  for (size_t i = 0; i < index.shape(0); ++i)
+    check(index.data()[i] >= 0 && index.data()[i] < static_cast<int64_t>(rows),
+          "index names a row that logits does not have");
+}
+
+// One row of bits for each of the rows `index` of logits.
+const uint32_t* mask_bits(const TokenMask& mask, const Vec<const int64_t>& index, int64_t vocab) {
+  check(mask.shape(0) == index.shape(0) && static_cast<int64_t>(mask.shape(1)) * 32 >= vocab,
+        "mask must be [rows of index, ceil(columns / 32)]");
   return reinterpret_cast<const uint32_t*>(mask.data());
 }
 
-void row_extremes(Logits logits, Vec<int64_t> best, Vec<float> highest, Vec<bool> finite,
-                  const std::optional<TokenMask>& mask) {
+void check_vocab(int64_t vocab) { check(vocab > 0 && vocab <= int64_t{1} << 27, "logits must have between 1 and 2^27 columns"); }
+
+void row_extremes(Logits logits, Vec<int64_t> best, Vec<float> highest, Vec<bool> finite) {
   const size_t rows = logits.shape(0);
   const int64_t vocab = static_cast<int64_t>(logits.shape(1));
   check(best.shape(0) == rows && highest.shape(0) == rows && finite.shape(0) == rows,
         "best, highest and finite must be as long as logits has rows");
-  check(vocab > 0 && vocab <= int64_t{1} << 27, "logits must have between 1 and 2^27 columns");
-  const float* data = logits.data();
+  check_vocab(vocab);
   const int64_t stride = row_stride(logits);
-  const uint32_t* bits = mask ? mask_bits(*mask, static_cast<int64_t>(rows), vocab) : nullptr;
-  const int64_t words = mask ? static_cast<int64_t>(mask->shape(1)) : 0;
   nb::gil_scoped_release release;
   const SamplingTable& table = pick_sampling();
-  const auto one = [&](int64_t r) {
-    const RowExtremes found = table.extremes(data + r * stride, vocab, bits == nullptr ? nullptr : bits + r * words);
+  for_each_row(static_cast<int64_t>(rows), vocab, [&](int64_t r) {
+    const RowExtremes found = table.extremes(logits.data() + r * stride, vocab, nullptr);
     best.data()[r] = found.best;
     highest.data()[r] = found.highest;
     finite.data()[r] = found.finite;
-  };
-  if (static_cast<int64_t>(rows) * vocab < kWorthATeam) {
-    for (size_t r = 0; r < rows; ++r) one(static_cast<int64_t>(r));
-    return;
-  }
-  parallel([&](Team& team) { team.for_each(static_cast<int64_t>(rows), one); });
+  });
 }
 
-void forbid_tokens(nb::ndarray<float, nb::ndim<2>, nb::device::cpu> logits, TokenMask mask) {
-  const int64_t rows = static_cast<int64_t>(logits.shape(0)), vocab = static_cast<int64_t>(logits.shape(1));
-  const int64_t words = static_cast<int64_t>(mask.shape(1)), stride = row_stride(logits);
-  const uint32_t* bits = mask_bits(mask, rows, vocab);
+void best_allowed(Logits logits, Vec<const int64_t> index, TokenMask mask, Vec<int64_t> best, Vec<float> highest) {
+  const size_t count = index.shape(0);
+  const int64_t vocab = static_cast<int64_t>(logits.shape(1)), words = static_cast<int64_t>(mask.shape(1));
+  check(best.shape(0) == count && highest.shape(0) == count, "best and highest must be as long as index");
+  check_vocab(vocab);
+  check_index(index, logits.shape(0));
+  const int64_t stride = row_stride(logits);
+  const uint32_t* bits = mask_bits(mask, index, vocab);
   nb::gil_scoped_release release;
   const SamplingTable& table = pick_sampling();
-  parallel([&](Team& team) {
-    team.for_each(rows, [&](int64_t r) {
-      table.forbid(logits.data() + r * stride, vocab, bits + r * words);
-    });
+  for_each_row(static_cast<int64_t>(count), vocab, [&](int64_t i) {
+    const RowExtremes found = table.extremes(logits.data() + index.data()[i] * stride, vocab, bits + i * words);
+    best.data()[i] = found.best;
+    highest.data()[i] = found.highest;
+  });
+}
+
+void forbid_tokens(nb::ndarray<float, nb::ndim<2>, nb::device::cpu> logits, Vec<const int64_t> index, TokenMask mask) {
+  const int64_t vocab = static_cast<int64_t>(logits.shape(1)), words = static_cast<int64_t>(mask.shape(1));
+  const int64_t stride = row_stride(logits);
+  const uint32_t* bits = mask_bits(mask, index, vocab);
+  check_index(index, logits.shape(0));
+  nb::gil_scoped_release release;
+  const SamplingTable& table = pick_sampling();
+  for_each_row(static_cast<int64_t>(index.shape(0)), vocab, [&](int64_t i) {
+    table.forbid(logits.data() + index.data()[i] * stride, vocab, bits + i * words);
   });
 }
 
@@ -100,15 +122,12 @@ void draw_rows(Logits logits, Vec<const int64_t> index, Vec<const float> tempera
                Vec<const float> top_p, Vec<const float> min_p, Vec<const uint64_t> seed, Vec<const int64_t> position,
                Vec<int64_t> out) {
   const size_t count = index.shape(0);
-  const int64_t rows = static_cast<int64_t>(logits.shape(0)), vocab = static_cast<int64_t>(logits.shape(1));
-  const int64_t stride = row_stride(logits);
+  const int64_t vocab = static_cast<int64_t>(logits.shape(1)), stride = row_stride(logits);
   check(temperature.shape(0) == count && top_k.shape(0) == count && top_p.shape(0) == count &&
             min_p.shape(0) == count && seed.shape(0) == count && position.shape(0) == count && out.shape(0) == count,
         "all parameters must be as long as index");
-  for (size_t i = 0; i < count; ++i) {
-    check(index.data()[i] >= 0 && index.data()[i] < rows, "index names a row that logits does not have");
-    check(temperature.data()[i] > 0, "temperature must be positive");
-  }
+  check_index(index, logits.shape(0));
+  for (size_t i = 0; i < count; ++i) check(temperature.data()[i] > 0, "temperature must be positive");
   nb::gil_scoped_release release;
   const SamplingTable& table = pick_sampling();
   parallel([&](Team& team) {
@@ -125,15 +144,14 @@ void row_logprobs(Logits logits, Vec<const int64_t> index, Vec<const int64_t> ch
                   Vec<int64_t> rank, nb::ndarray<int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> best,
                   nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> best_value) {
   const size_t count = index.shape(0);
-  const int64_t rows = static_cast<int64_t>(logits.shape(0)), vocab = static_cast<int64_t>(logits.shape(1));
-  const int64_t stride = row_stride(logits);
+  const int64_t vocab = static_cast<int64_t>(logits.shape(1)), stride = row_stride(logits);
   const int64_t most = static_cast<int64_t>(best.shape(1));
   check(chosen.shape(0) == count && value.shape(0) == count && rank.shape(0) == count && best.shape(0) == count &&
             best_value.shape(0) == count && best_value.shape(1) == best.shape(1),
         "all arrays must be as long as index, best and best_value equally wide");
   check(most <= vocab, "best is wider than logits");
+  check_index(index, logits.shape(0));
   for (size_t i = 0; i < count; ++i) {
-    check(index.data()[i] >= 0 && index.data()[i] < rows, "index names a row that logits does not have");
     check(chosen.data()[i] >= 0 && chosen.data()[i] < vocab, "chosen names a token that logits does not have");
   }
   nb::gil_scoped_release release;
@@ -153,8 +171,9 @@ void row_logprobs(Logits logits, Vec<const int64_t> index, Vec<const int64_t> ch
 }  // namespace
 
 void register_sampling(nb::module_& m) {
-  m.def("row_extremes", &row_extremes, "logits"_a, "best"_a, "highest"_a, "finite"_a, "mask"_a = nb::none());
-  m.def("forbid_tokens", &forbid_tokens, "logits"_a, "mask"_a);
+  m.def("row_extremes", &row_extremes, "logits"_a, "best"_a, "highest"_a, "finite"_a);
+  m.def("best_allowed", &best_allowed, "logits"_a, "index"_a, "mask"_a, "best"_a, "highest"_a);
+  m.def("forbid_tokens", &forbid_tokens, "logits"_a, "index"_a, "mask"_a);
   m.def("row_logprobs", &row_logprobs, "logits"_a, "index"_a, "chosen"_a, "value"_a, "rank"_a, "best"_a,
         "best_value"_a);
   m.def("draw_rows", &draw_rows, "logits"_a, "index"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "seed"_a,

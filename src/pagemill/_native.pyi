@@ -367,11 +367,16 @@ class Program:
 
 # ------------------------------------------------------------------------------------- sampling
 
-def row_extremes(logits: Array, best: Array, highest: Array, finite: Array, mask: Array | None = None) -> None:
+def row_extremes(logits: Array, best: Array, highest: Array, finite: Array) -> None:
     """Of each row of logits [R, V] float32: the lowest id of the highest logit, that logit, whether all are finite.
 
-    best [R] int64, highest [R] float32 (-inf where nothing is allowed), finite [R] bool. mask [R, ceil(V / 32)] int32:
-    which tokens may be the best, by bit.
+    best [R] int64, highest [R] float32, finite [R] bool.
+    """
+
+def best_allowed(logits: Array, index: Array, mask: Array, best: Array, highest: Array) -> None:
+    """Best tokens as of :func:`row_extremes` in the rows ``index`` [n] int64, among those that mask allows.
+
+    mask [n, ceil(V / 32)] int32 as in :func:`forbid_tokens`; highest -inf where nothing is allowed.
     """
 
 def row_logprobs(
@@ -383,8 +388,11 @@ def row_logprobs(
     m best tokens, equals by ascending id, into best [n, m] int64 and best_value [n, m] float32.
     """
 
-def forbid_tokens(logits: Array, mask: Array) -> None:
-    """logits [R, V] = -inf in place where the token's bit in mask [R, ceil(V / 32)] int32, lowest first, is 0."""
+def forbid_tokens(logits: Array, index: Array, mask: Array) -> None:
+    """In the rows ``index`` [n] int64 of logits: -inf in place where the token's bit in mask is 0.
+
+    mask [n, ceil(V / 32)] int32, lowest bit first.
+    """
 
 def draw_rows(
     logits: Array,

@@ -64,7 +64,7 @@ class FakeExecutor:
             self.computed[row.request_id] = row.num_computed_tokens
         return plan.step
 
-    def sample(self, plan: SchedulerOutput, mask: Any, handle: int) -> StepResult:
+    def sample(self, plan: SchedulerOutput, constraints: Any, handle: int) -> StepResult:
         assert handle == plan.step
         self.events.append("sample")
         sampled: list[list[int]] = []

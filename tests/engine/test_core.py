@@ -40,13 +40,13 @@ def test_masks_are_begun_before_the_forward_pass_and_taken_after_it() -> None:
         def begin(self, plan: SchedulerOutput) -> None:
             events.append("begin")
 
-        def bitmask(self) -> None:
-            events.append("bitmask")
+        def constraints(self) -> None:
+            events.append("constraints")
 
     engine.core._grammars = Watched()
     engine.ask([7, 4], max_tokens=2)
     engine.finish()
-    assert events == ["begin", "execute", "bitmask", "sample"] * 2
+    assert events == ["begin", "execute", "constraints", "sample"] * 2
 
 
 def test_one_message_carries_a_whole_step() -> None:

@@ -38,12 +38,16 @@ TRIED_IN = {
     "quantize_token": "tests/kernels/test_linear.py",
     "quantize_group": "tests/kernels/test_linear.py",
     "row_extremes": "tests/sampling/test_native.py",
+    "best_allowed": "tests/sampling/test_native.py",
     "row_logprobs": "tests/sampling/test_native.py",
     "forbid_tokens": "tests/sampling/test_native.py",
     "draw_rows": "tests/sampling/test_native.py",
 }
 """Kernels with integers or draws for an answer, which a tolerance does not fit."""
-BY_WRAPPER = {"row_extremes": "best(", "row_logprobs": "logprobs(", "forbid_tokens": "forbid(", "draw_rows": "draw("}
+BY_WRAPPER = {
+    "row_extremes": "best(", "best_allowed": "best_allowed(", "row_logprobs": "logprobs(", "forbid_tokens": "forbid(",
+    "draw_rows": "draw(",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("op", [name for name, entry in OPS.items() if "x" in next(entry.examples())[1]])

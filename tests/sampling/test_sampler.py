@@ -13,6 +13,7 @@ from pagemill.sampling.picker import Picker, TorchPicker
 from pagemill.sampling.processors import Penalties
 from pagemill.sampling.sampler import Sampled, Sampler
 from pagemill.sampling.table import RowRequest
+from tests.sampling.masks import Masked
 
 VOCAB = 40
 PICKERS: list[Picker] = [TorchPicker()]
@@ -59,7 +60,9 @@ def run(
     for row, entry in enumerate(requests):
         sampler.add(row, entry)
     rows = np.arange(len(requests))
-    return sampler.sample(logits.clone(), rows, np.array(positions or [3] * len(requests)), mask)
+    return sampler.sample(
+        logits.clone(), rows, np.array(positions or [3] * len(requests)), None if mask is None else Masked(mask)
+    )
 
 
 def one(entry: RowRequest, logits: torch.Tensor, position: int = 3) -> int:
@@ -257,6 +260,21 @@ def test_masked_rows_get_the_same_tokens_whether_or_not_others_need_their_logits
         beside = run([greedy] * 3 + [other], logits, mask=mask)
         assert beside.token_ids[[0, 2]].tolist() == alone.token_ids[[0, 2]].tolist()
         assert beside.non_finite[:3].tolist() == alone.non_finite[:3].tolist() == [False, True, False]
+
+
+def test_a_greedy_row_whose_best_token_is_allowed_needs_no_mask() -> None:
+    mask = np.full((4, 2), -2, np.int32)  # all but token 0 and 32
+    sampler = Sampler(4, VOCAB)
+    kinds = [request(temperature=0), request(temperature=0), request(seed=1), request(temperature=0, bad_words=((1,),))]
+    for row, entry in enumerate(kinds):
+        sampler.add(row, entry)
+    logits = ramp().repeat(4, 1)  # falling: token 0 is the best
+    logits[1, 3] = 99.0
+    masked = Masked(mask)
+    sampled = sampler.sample(logits, np.arange(4), np.full(4, 3), masked)
+    assert sorted(masked.written) == [0, 2, 3]
+    assert sampled.token_ids[[0, 1]].tolist() == [1, 3]
+    assert not {0, 32} & set(sampled.token_ids.tolist())
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])

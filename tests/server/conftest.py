@@ -18,6 +18,7 @@ from pagemill.engine.frontend import AsyncLLM
 from pagemill.server import listen
 from pagemill.server.app import build_app
 from pagemill.server.gate import Gate
+from pagemill.server.run import bind
 from tests.server.fake_engine import FakeEngine
 
 REQUEST_TIMEOUT_S = 600
@@ -56,7 +57,7 @@ async def serving(engine: FakeEngine, config: ServerConfig | None = None) -> Asy
     config = config or ServerConfig()
     app = build_app(engine, config)
     tls = listen.tls_context(config)
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = bind("127.0.0.1", 0)
     server = _Server(listen.settings(app, config, tls, closing_s=1))
     task = asyncio.create_task(server._serve(sockets=[listener]))
     served = Served(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
 import threading
 from collections.abc import Iterator
 
@@ -28,6 +27,7 @@ from schemathesis.specs.openapi.checks import (
 from pagemill.config import ServerConfig
 from pagemill.model_config import PoolingConfig
 from pagemill.server.app import build_app
+from pagemill.server.run import bind
 from tests.server.conftest import REQUEST_TIMEOUT_S
 from tests.server.fake_engine import FakeEngine
 
@@ -55,7 +55,8 @@ NEEDED = {
 @pytest.fixture(scope="module", params=["generates", *POOLING])
 def address(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
     """Of a server whose model generates, embeds, or scores pairs; with that word."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = bind("127.0.0.1", 0)
+    listener.listen()
     server: uvicorn.Server | None = None
 
     async def run() -> None:

@@ -19,6 +19,7 @@ import openai
 import pytest
 
 from pagemill.cli import main
+from pagemill.server.run import bind
 from tests.models.tiny import tiny_llama
 from tests.server.process import ServeProcess, serve_process
 
@@ -230,6 +231,23 @@ def test_a_port_in_use_is_one_line_before_any_model_is_loaded(capsys: pytest.Cap
     assert shown.count("\n") == 1
     assert str(port) in shown
     assert "--port" in shown
+
+
+async def test_small_parts_of_an_answer_do_not_wait_for_each_other() -> None:
+    """Whatever event loop runs: without uvloop each answer on a connection that is kept waited for 40 ms."""
+    delayed: list[int] = []
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted = writer.get_extra_info("socket")
+        delayed.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 0)
+        writer.close()
+
+    listener = bind("127.0.0.1", 0)
+    async with await asyncio.start_server(answer, sock=listener):
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        await reader.read()
+        writer.close()
+    assert delayed == [False]
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from pagemill.params import SamplingParams
 from pagemill.sampling.sampler import Sampler
 from pagemill.worker.input_batch import InputBatch
 from pagemill.worker.model_runner import ModelRunner
+from tests.sampling.masks import Masked
 
 VOCAB = 97
 
@@ -163,7 +164,7 @@ class Driver:
 
     def step(self, counts: dict[str, int], mask: Any = None, copies: list[BlockCopy] | None = None) -> Any:
         plan = self.plan(counts, copies)
-        result = self.runner.sample(plan, mask, self.runner.execute(plan))
+        result = self.runner.sample(plan, None if mask is None else Masked(mask), self.runner.execute(plan))
         for i, (name, count) in enumerate(counts.items()):
             self.computed[name] += count
             self.tokens[name] += result.token_ids[i]

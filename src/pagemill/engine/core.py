@@ -1,9 +1,9 @@
 """The engine's heart: one step after another, as design.md draws it.
 
-Owns the order of effects in a step: take in what the front sent, schedule, begin the masks, forward pass, take the
-masks, sample, accept tokens, send what was produced. Where the executor is asynchronous, sending waits for the next
-forward pass and hides under it. Must not know sockets, text or devices: messages come from ``inbox``, outputs go to
-``sink``, tensors stay behind the executor.
+Owns the order of effects in a step: take in what the front sent, schedule, begin the masks, forward pass, sample what
+the grammars allow, accept tokens, send what was produced. Where the executor is asynchronous, sending waits for the
+next forward pass and hides under it. Must not know sockets, text or devices: messages come from ``inbox``, outputs go
+to ``sink``, tensors stay behind the executor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StepExecutor(Protocol):
     def execute(self, plan: SchedulerOutput) -> Any:
         """Start (or do) the forward pass; returns a handle."""
 
-    def sample(self, plan: SchedulerOutput, mask: Any, handle: Any) -> StepResult:
+    def sample(self, plan: SchedulerOutput, constraints: Any, handle: Any) -> StepResult:
         """Wait for the forward pass and sample."""
 
     def call(self, name: str, *args: Any) -> Any:
@@ -54,8 +54,8 @@ class Grammars(Protocol):
     def begin(self, plan: SchedulerOutput) -> None:
         """Start on the masks of a plan whose forward pass comes next."""
 
-    def bitmask(self) -> Any:
-        """Allowed tokens per row of the plan, or None where nothing is constrained."""
+    def constraints(self) -> Any:
+        """What the plan's rows may take, or None where nothing is constrained."""
 
     def accept(self, outputs: list[EngineOutput]) -> None:
         """Take in the tokens that were accepted."""
@@ -74,7 +74,7 @@ class NoGrammars:
     def begin(self, plan: SchedulerOutput) -> None:
         """No row is constrained."""
 
-    def bitmask(self) -> None:
+    def constraints(self) -> None:
         """No row is constrained."""
 
     def accept(self, outputs: list[EngineOutput]) -> None:
@@ -153,8 +153,7 @@ class EngineCore:
         self._grammars.begin(plan)
         forward = self.executor.execute(plan)
         self.flush()
-        mask = self._grammars.bitmask()
-        result = self.executor.sample(plan, mask, forward)
+        result = self.executor.sample(plan, self._grammars.constraints(), forward)
         done_s = self._clock()
         outputs = self.scheduler.update(plan, result, done_s)
         self._grammars.accept(outputs)

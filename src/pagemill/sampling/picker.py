@@ -37,19 +37,22 @@ class Picker(Protocol):
 
     name: str
 
-    def best(
-        self, logits: torch.Tensor, mask: NDArray[np.int32] | None = None
-    ) -> tuple[Rows, NDArray[np.float32], NDArray[np.bool_]]:
-        """Of each row of logits float32 [R, V]: the lowest id of the highest logit, that logit, all finite or not.
+    def best(self, logits: torch.Tensor) -> tuple[Rows, NDArray[np.float32], NDArray[np.bool_]]:
+        """Of each row of logits float32 [R, V]: the lowest id of the highest logit, that logit, all finite or not."""
 
-        ``mask`` as in :meth:`forbid`: which tokens may be the best. Where none may, the logit is -inf.
+    def best_allowed(
+        self, logits: torch.Tensor, index: Rows, mask: NDArray[np.int32]
+    ) -> tuple[Rows, NDArray[np.float32]]:
+        """Of the rows ``index`` [n] of logits, as :meth:`best`, among the tokens whose bit in ``mask`` is 1.
+
+        ``mask`` as in :meth:`forbid`. Where no token is allowed the logit is -inf.
         """
 
     def logprobs(self, logits: torch.Tensor, index: Rows, chosen: Rows, most: int) -> RowLogprobs:
         """Of the tokens ``chosen`` [n] in the rows ``index`` [n] of logits [R, V], and of the ``most`` <= V best."""
 
-    def forbid(self, logits: torch.Tensor, mask: NDArray[np.int32]) -> None:
-        """logits [R, V] = -inf in place where the token's bit in mask [R, ceil(V / 32)], lowest first, is 0."""
+    def forbid(self, logits: torch.Tensor, index: Rows, mask: NDArray[np.int32]) -> None:
+        """logits [index, V] = -inf in place where the token's bit in mask [n, ceil(V / 32)], lowest first, is 0."""
 
     def draw(self, logits: torch.Tensor, index: Rows, table: SamplingTable, rows: Rows, positions: Rows) -> Rows:
         """Tokens [n] for the rows ``index`` [n] of logits, whose parameters are in the permanent rows ``rows`` [n].
@@ -63,15 +66,8 @@ class TorchPicker:
 
     name = "torch"
 
-    def best(
-        self, logits: torch.Tensor, mask: NDArray[np.int32] | None = None
-    ) -> tuple[Rows, NDArray[np.float32], NDArray[np.bool_]]:
+    def best(self, logits: torch.Tensor) -> tuple[Rows, NDArray[np.float32], NDArray[np.bool_]]:
         """numpy's argmax on a CPU (several times faster than torch's there), torch's elsewhere."""
-        if mask is not None:
-            allowed = logits.clone()
-            self.forbid(allowed, mask)
-            best, highest, _ = self.best(allowed)
-            return best, highest, self.best(logits)[2]
         if logits.device.type == "cpu":
             values: NDArray[np.float32] = logits.numpy()
             best, lowest = values.argmax(axis=1), values.min(axis=1)
@@ -80,6 +76,15 @@ class TorchPicker:
             low, high = torch.aminmax(logits, dim=-1)
             best, lowest, highest = (part.cpu().numpy() for part in (logits.argmax(dim=-1), low, high))
         return best, highest, np.isfinite(lowest) & np.isfinite(highest)
+
+    def best_allowed(
+        self, logits: torch.Tensor, index: Rows, mask: NDArray[np.int32]
+    ) -> tuple[Rows, NDArray[np.float32]]:
+        """From a copy of the rows."""
+        allowed = logits[torch.from_numpy(index).to(logits.device)]
+        self.forbid(allowed, np.arange(len(index)), mask)
+        best, highest, _ = self.best(allowed)
+        return best, highest
 
     def logprobs(self, logits: torch.Tensor, index: Rows, chosen: Rows, most: int) -> RowLogprobs:
         """A few rows at a time: their softmax is as large as they are."""
@@ -97,11 +102,12 @@ class TorchPicker:
         best, ids = _ordered_topk(values, most)
         return RowLogprobs(*(part.cpu().numpy() for part in (own[:, 0], rank, ids, best)))
 
-    def forbid(self, logits: torch.Tensor, mask: NDArray[np.int32]) -> None:
+    def forbid(self, logits: torch.Tensor, index: Rows, mask: NDArray[np.int32]) -> None:
         """Bits to booleans, then one masked fill."""
         bits = np.unpackbits(np.ascontiguousarray(mask).view(np.uint8), axis=1, bitorder="little")
         allowed = torch.from_numpy(bits[:, : logits.shape[1]]).to(logits.device, torch.bool)
-        logits.masked_fill_(~allowed, -torch.inf)
+        where = torch.from_numpy(index).to(logits.device)
+        logits[where] = logits[where].masked_fill(~allowed, -torch.inf)
 
     def draw(self, logits: torch.Tensor, index: Rows, table: SamplingTable, rows: Rows, positions: Rows) -> Rows:
         """Whole columns at a time."""

@@ -1,6 +1,6 @@
 """Chooses the next token of every row.
 
-Order: non-finite rows are set aside; raw log probabilities are kept where asked for; the grammars' mask and the
+Order: non-finite rows are set aside; raw log probabilities are kept where asked for; grammars and
 processors change the logits; greedy rows take the best token (lowest id among equals), the others draw from what
 temperature, min_p, top_k and top_p leave (in that order), with noise keyed by (seed, position); processed log
 probabilities are of what was drawn from.
@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from pagemill.params import LOGPROBS_MODES
+from pagemill.sampling.constraints import Constraints
 from pagemill.sampling.logprobs import TokenLogprobs, token_logprobs
 from pagemill.sampling.picker import Picker, TorchPicker, filtered
 from pagemill.sampling.processors import LogitsProcessor, default_processors
@@ -38,6 +39,22 @@ class Sampled:
     non_finite: NDArray[np.bool_]  # [R]
     logprobs: list[TokenLogprobs | None] | None
     """None where no row asked."""
+
+
+@dataclass(slots=True)
+class _Bound:
+    """Rows of logits with a mask each, int32 [n, ceil(V / 32)]."""
+
+    greedy: Rows
+    """All that is wanted of their logits is the best allowed one."""
+    greedy_mask: NDArray[np.int32]
+    written: Rows
+    """Their logits are changed, for a draw, a processor or a report."""
+    written_mask: NDArray[np.int32]
+
+
+_NO_ROWS, _NO_MASK = np.empty(0, np.int64), np.empty((0, 0), np.int32)
+_UNBOUND = _Bound(_NO_ROWS, _NO_MASK, _NO_ROWS, _NO_MASK)
 
 
 class Sampler:
@@ -74,31 +91,32 @@ class Sampler:
             self._processed[row] = False
 
     def sample(
-        self, logits: torch.Tensor, rows: Rows, positions: Rows, mask: NDArray[np.int32] | None = None
+        self, logits: torch.Tensor, rows: Rows, positions: Rows, constraints: Constraints | None = None
     ) -> Sampled:
         """One token for each row of logits float32 [R, V], which are overwritten.
 
-        ``rows`` [R]: permanent rows; ``positions`` [R]: index in its sequence of the token to draw; ``mask`` int32
-        [R, ceil(V / 32)]: allowed tokens by bit, lowest first.
+        ``rows`` [R]: permanent rows; ``positions`` [R]: index in its sequence of the token to draw; ``constraints``:
+        what grammars allow the R rows.
         """
         asked = np.flatnonzero(self.table.num_logprobs[rows] >= 0)
         drawn = np.flatnonzero(~self.table.greedy[rows])
-        if mask is not None and not (len(asked) or len(drawn) or self._processed[rows].any()):
-            tokens, highest, finite = self._picker.best(logits, mask)  # all that is wanted of the logits
-            return Sampled(tokens, ~finite | np.isneginf(highest), None)
         tokens, _, finite = self._picker.best(logits)
         non_finite = ~finite
         if non_finite.any():
             logits[torch.from_numpy(non_finite).to(logits.device)] = 0.0
         processed = _processed(self.table.logprobs_mode[rows[asked]])
-        plain = asked[~processed]
-        raw = self._raw(logits, rows, plain, mask is not None and len(plain) > 0)
-        if self._change(logits, rows, mask):
+        plain, late = asked[~processed], asked[processed]
+        bound = self._bound(constraints, rows, late, tokens)
+        raw = self._raw(logits, rows, plain, len(bound.written) > 0 and len(plain) > 0)
+        if self._change(logits, rows, bound):
             tokens, highest, _ = self._picker.best(logits)
             nothing = np.isneginf(highest)  # every token is forbidden
             if nothing.any():
                 non_finite |= nothing
                 logits[torch.from_numpy(nothing).to(logits.device)] = 0.0
+        if len(bound.greedy):
+            tokens[bound.greedy], highest = self._picker.best_allowed(logits, bound.greedy, bound.greedy_mask)
+            non_finite[bound.greedy] |= np.isneginf(highest)
         if len(drawn):
             tokens[drawn] = self._picker.draw(logits, drawn, self.table, rows[drawn], positions[drawn])
         self._accept(rows, tokens, non_finite)
@@ -106,7 +124,6 @@ class Sampler:
             return Sampled(tokens, non_finite, None)
         found: list[TokenLogprobs | None] = [None] * len(rows)
         self._report(found, raw, plain, plain, rows, tokens)
-        late = asked[processed]
         if len(late):
             self._report(found, self._as_drawn(logits, late, rows, tokens), np.arange(len(late)), late, rows, tokens)
         return Sampled(tokens, non_finite, found)
@@ -121,14 +138,31 @@ class Sampler:
         """Logits as they are now, for the rows that report them: a copy only where something will change them."""
         return logits.clone() if masked or self._processed[rows[asked]].any() else logits
 
-    def _change(self, logits: torch.Tensor, rows: Rows, mask: NDArray[np.int32] | None) -> bool:
-        if mask is not None:
-            self._picker.forbid(logits, mask)
+    def _bound(self, constraints: Constraints | None, rows: Rows, late: Rows, tokens: Rows) -> _Bound:
+        """The rows whose token a grammar decides; ``tokens`` [R]: the best of all.
+
+        A greedy row that nothing else changes takes the best of all where that is allowed, and needs no mask.
+        """
+        if constraints is None:
+            return _UNBOUND
+        constrained = constraints.rows()
+        simple = self.table.greedy[rows] & ~self._processed[rows]
+        simple[late] = False
+        greedy, written = constrained[simple[constrained]], constrained[~simple[constrained]]
+        if len(greedy):
+            greedy = greedy[~constraints.allow(greedy, tokens[greedy])]
+        mask = constraints.bitmask(np.concatenate([greedy, written]))
+        return _Bound(greedy, mask[: len(greedy)], written, mask[len(greedy) :])
+
+    def _change(self, logits: torch.Tensor, rows: Rows, bound: _Bound) -> bool:
+        """Whether logits are others now."""
+        if len(bound.written):
+            self._picker.forbid(logits, bound.written, bound.written_mask)
         processed = bool(self._processed[rows].any())
         if processed:
             for processor in self._processors:
                 processor.apply(logits, rows)
-        return processed or mask is not None
+        return processed or len(bound.written) > 0
 
     def _accept(self, rows: Rows, tokens: Rows, non_finite: NDArray[np.bool_]) -> None:
         taken = np.flatnonzero(self._processed[rows] & ~non_finite)

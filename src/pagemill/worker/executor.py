@@ -15,9 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from pagemill.config import EngineConfig, isa_override, validate
 from pagemill.core.kv_cache import KVCacheSpec
@@ -30,6 +28,7 @@ from pagemill.models.encoder import Model
 from pagemill.models.loader import load_model
 from pagemill.models.sources import ModelSource, resolve_source
 from pagemill.platform import MemoryInfo, Platform, select_platform
+from pagemill.sampling.constraints import Constraints
 from pagemill.sampling.picker import Picker, TorchPicker
 from pagemill.sampling.sampler import Sampler
 from pagemill.worker.backend import ReferenceBackend
@@ -72,8 +71,8 @@ class Executor(Protocol):
     def execute(self, plan: SchedulerOutput) -> Any:
         """Start the forward pass; returns a handle for :meth:`sample`."""
 
-    def sample(self, plan: SchedulerOutput, mask: NDArray[np.int32] | None, handle: Any) -> StepResult:
-        """Wait for the forward pass and choose tokens. ``mask`` int32 [R, ceil(V / 32)]: allowed tokens by bit."""
+    def sample(self, plan: SchedulerOutput, constraints: Constraints | None, handle: Any) -> StepResult:
+        """Wait for the forward pass and choose tokens, of those that ``constraints`` allow the plan's rows."""
 
     def call(self, name: str, *args: Any) -> Any:
         """Run one of the worker's named functions."""
@@ -88,7 +87,7 @@ class Runner(Protocol):
     def execute(self, plan: SchedulerOutput) -> Any:
         """Run the forward pass; returns a handle for :meth:`sample`."""
 
-    def sample(self, plan: SchedulerOutput, mask: NDArray[np.int32] | None, forward: Any) -> StepResult:
+    def sample(self, plan: SchedulerOutput, constraints: Constraints | None, forward: Any) -> StepResult:
         """What the step produced."""
 
     def warm_up(self) -> None:
@@ -188,9 +187,9 @@ class InprocExecutor:
         """Run the forward pass."""
         return self._running.execute(plan)
 
-    def sample(self, plan: SchedulerOutput, mask: NDArray[np.int32] | None, handle: Any) -> StepResult:
+    def sample(self, plan: SchedulerOutput, constraints: Constraints | None, handle: Any) -> StepResult:
         """Choose tokens, or hand on vectors."""
-        return self._running.sample(plan, mask, handle)
+        return self._running.sample(plan, constraints, handle)
 
     def call(self, name: str, *args: Any) -> Any:
         """``start_times_s`` or ``memory_plan``."""

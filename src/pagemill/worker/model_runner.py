@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from pagemill.core.messages import NewRow, SchedulerOutput, StepResult, TokenLogprobs
 from pagemill.memory_plan import MAX_PROMPT_LOGITS
+from pagemill.sampling.constraints import Constraints
 from pagemill.sampling.sampler import Sampled, Sampler
 from pagemill.sampling.table import RowRequest
 from pagemill.worker.backend import Backend
@@ -63,8 +64,8 @@ class ModelRunner:
             self._forward_part(plan.request_ids, forward, np.arange(len(rows)), counts, keep=False)
         return forward
 
-    def sample(self, plan: SchedulerOutput, mask: NDArray[np.int32] | None, forward: Forward) -> StepResult:
-        """Tokens for the rows that are due. ``mask`` int32 [R, ceil(V / 32)], parallel to the plan's requests."""
+    def sample(self, plan: SchedulerOutput, constraints: Constraints | None, forward: Forward) -> StepResult:
+        """Tokens for the rows that are due, of those that ``constraints`` allow the plan's rows."""
         result = StepResult(
             token_ids=[], prompt_logprobs=forward.prompt_logprobs, non_finite=sorted(forward.non_finite)
         )
@@ -76,7 +77,7 @@ class ModelRunner:
             index, logits = np.concatenate(forward.sampled), torch.cat(forward.logits)
         rows = forward.rows[index]
         positions = self.batch.num_tokens[rows].astype(np.int64)
-        sampled = self.sampler.sample(logits, rows, positions, None if mask is None else mask[index])
+        sampled = self.sampler.sample(logits, rows, positions, None if constraints is None else constraints.of(index))
         if (
             not result.non_finite
             and len(forward.sampled) == 1

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pagemill.core.messages import NewRow, SchedulerOutput, StepResult
 from pagemill.kernels.ops import StepInputs
 from pagemill.model_config import ModelConfig
+from pagemill.sampling.constraints import Constraints
 from pagemill.worker.backend import Backend
 from pagemill.worker.input_batch import InputBatch
 
@@ -74,7 +75,7 @@ class PoolingRunner:
                 pooled.non_finite.append(plan.request_ids[i])
         return pooled
 
-    def sample(self, plan: SchedulerOutput, mask: NDArray[np.int32] | None, forward: Pooled) -> StepResult:
+    def sample(self, plan: SchedulerOutput, constraints: Constraints | None, forward: Pooled) -> StepResult:
         """What ``execute`` found; nothing is sampled."""
         return StepResult(
             token_ids=[[] for _ in plan.request_ids], pooled=forward.vectors, non_finite=forward.non_finite
