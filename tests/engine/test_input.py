@@ -105,6 +105,22 @@ def test_more_logprobs_than_the_engine_gives_are_refused() -> None:
     assert caught.value.param == "logprobs"
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_priority_that_would_change_nothing_is_refused(policy: str) -> None:
+    def ask(priority: int) -> int:
+        made = processor(scheduling_policy=policy)
+        prepared = made.prepare("ab", SamplingParams(max_tokens=2), "r", arrival_s=0.0, priority=priority)
+        return prepared.requests[0].priority
+
+    assert ask(0) == 0
+    if policy == "priority":
+        assert ask(-3) == -3
+    else:
+        with pytest.raises(RequestError, match=r"priority=-3.*--scheduling-policy priority") as refused:
+            ask(-3)
+        assert refused.value.param == "priority"
+
+
 def test_n_completions_share_the_prompt_and_differ_in_their_seed() -> None:
     prepared = prepare([5, 6], n=3, seed=2**64 - 1, prompt_logprobs=1)
     assert [request.seed for request in prepared.requests] == [2**64 - 1, 0, 1]

@@ -94,6 +94,7 @@ class InputProcessor:
         self.max_logprobs = config.max_logprobs
         self.eos_token_ids = tuple(sorted({*tokenizer.eos_ids, *model_config.eos_token_ids}))
         self._clamp = clamp
+        self._policy = config.scheduling_policy
         self._random = random.Random(config.seed)
 
     def prepare(
@@ -111,7 +112,7 @@ class InputProcessor:
         """Check a request and make the engine's requests of it; :class:`RequestError` says what is wrong."""
         check_generates(self.pooling)
         params.verify()
-        _check_priority(priority)
+        self._check_priority(priority)
         text = prompt if isinstance(prompt, str) else None
         params = self._constrained(params)
         prompt_token_ids = self._prompt_token_ids(prompt, params, add_special_tokens=add_special_tokens)
@@ -166,7 +167,7 @@ class InputProcessor:
     ) -> list[PreparedRequest]:
         """The same for inputs of which vectors are wanted: one request for each."""
         pooling = check_pools(self.pooling)
-        _check_priority(priority)
+        self._check_priority(priority)
         prepared = []
         for index, prompt in enumerate(prompts):
             try:
@@ -306,10 +307,15 @@ class InputProcessor:
                 found.append(token_ids)
         return found
 
-
-def _check_priority(priority: int) -> None:
-    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-        raise RequestError(
-            f"priority={priority} is out of range; it must be between {-MAX_PRIORITY} and {MAX_PRIORITY}",
-            param="priority",
-        )
+    def _check_priority(self, priority: int) -> None:
+        if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            raise RequestError(
+                f"priority={priority} is out of range; it must be between {-MAX_PRIORITY} and {MAX_PRIORITY}",
+                param="priority",
+            )
+        if priority and self._policy != "priority":
+            raise RequestError(
+                f"priority={priority} would change nothing: requests are served by --scheduling-policy {self._policy};"
+                " start with --scheduling-policy priority, or leave priority out",
+                param="priority",
+            )
