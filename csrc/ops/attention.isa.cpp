@@ -131,11 +131,50 @@ PM_INLINE void stage_query(const Scratch& at, int row, const float* from, const 
   std::memcpy(at.query + row * layer.query_words(), from, layer.head_dim * sizeof(float));
   at.query_scale[row] = layer.scale;
 }
-PM_INLINE void stage_query(const Scratch& at, int row, const float* from, const AttentionLayer& layer, I8Word) {
-  auto* to = reinterpret_cast<int8_t*>(at.query + row * layer.query_words());
-  const Bytes bytes = turned_to_bytes(layer, from, false, to, at.scores);
+PM_INLINE void stage_bytes(const Scratch& at, int row, const AttentionLayer& layer, const Bytes& bytes) {
   at.start[row] = -kKeyBias * bytes.sum;
   at.query_scale[row] = layer.scale * bytes.scale;
+}
+PM_INLINE int8_t* query_bytes(const Scratch& at, int row, const AttentionLayer& layer) {
+  return reinterpret_cast<int8_t*>(at.query + row * layer.query_words());
+}
+PM_INLINE void stage_query(const Scratch& at, int row, const float* from, const AttentionLayer& layer, I8Word) {
+  stage_bytes(at, row, layer, turned_to_bytes(layer, from, false, query_bytes(at, row, layer), at.scores));
+}
+
+// Every row of an item: f(row, token, head of the group).
+template <class F>
+PM_INLINE void each_row(const AttentionCall& call, const AttentionItem& item, F f) {
+  const int heads = call.layer->group_heads();
+  int query = item.row_begin / heads, head = item.row_begin % heads;
+  for (int row = 0; row < item.row_count; ++row) {
+    f(row, item.members == nullptr ? call.batch->query_start[item.request] + query
+                                   : call.batch->query_start[item.members[query]], head);
+    if (++head == heads) head = 0, ++query;
+  }
+}
+
+// The rows' queries, as the keys want to meet them.
+template <class Word>
+PM_INLINE void stage_queries(const AttentionCall& call, const AttentionItem& item, int kv_head, const Scratch& at) {
+  const AttentionLayer& layer = *call.layer;
+  const float* from[kTileRows];
+  each_row(call, item, [&](int row, int64_t token, int head) __attribute__((always_inline)) {
+    from[row] = call.query + token * call.query_stride + (kv_head * layer.group_heads() + head) * layer.head_dim;
+  });
+  int row = 0;
+  if constexpr (Kind<Word>::kBytes) {
+    if (layer.head_dim == 64) {
+      for (; row + 2 <= item.row_count; row += 2) {
+        Bytes found[2];
+        turned_registers<4, 2>({from[row], from[row + 1]}, false,
+                               {query_bytes(at, row, layer), query_bytes(at, row + 1, layer)}, found);
+        stage_bytes(at, row, layer, found[0]);
+        stage_bytes(at, row + 1, layer, found[1]);
+      }
+    }
+  }
+  for (; row < item.row_count; ++row) stage_query(at, row, from[row], layer, Word{});
 }
 
 // A run of tiles that some rows of an item walk together: row_count of `request`'s, from its row_begin on, which are
@@ -273,20 +312,16 @@ void attend_tile(const AttentionCall& call, const Walk& walk, const TileKeys& ti
   }
 }
 
-// The token and head of a row of an item, as an offset into [tokens][stride].
-PM_INLINE int64_t place_of(const AttentionCall& call, const AttentionItem& item, int kv_head, int row, int64_t stride) {
-  const int heads = call.layer->group_heads(), at = item.row_begin + row;
-  const int64_t token = item.members == nullptr ? call.batch->query_start[item.request] + at / heads
-                                                : call.batch->query_start[item.members[row / heads]];
-  return token * stride + (kv_head * heads + at % heads) * call.layer->head_dim;
-}
-
-PM_INLINE void write_row(const AttentionCall& call, const AttentionItem& item, int kv_head, int row, const float* out,
-                         float sum) {
-  const int dim = call.layer->head_dim;
-  float* to = call.out + place_of(call, item, kv_head, row, call.out_stride);
-  const F16 scale = set1(1.0f / sum);
-  for (int d = 0; d < dim; d += 16) store(to + d, mul(load(out + d), scale), tail_mask(dim - d));
+PM_INLINE void write_rows(const AttentionCall& call, const AttentionItem& item, int kv_head, const float* out,
+                          const float* sum) {
+  const AttentionLayer& layer = *call.layer;
+  const int dim = layer.head_dim, padded = layer.padded_dim();
+  each_row(call, item, [&](int row, int64_t token, int head) __attribute__((always_inline)) {
+    const float* from = out + row * padded;
+    float* to = call.out + token * call.out_stride + (kv_head * layer.group_heads() + head) * dim;
+    const F16 scale = set1(1.0f / sum[row]);
+    for (int d = 0; d < dim; d += 16) store(to + d, mul(load(from + d), scale), tail_mask(dim - d));
+  });
 }
 
 // What this thread reads after a tile of a walk of an item.
@@ -312,8 +347,7 @@ void attend(const AttentionCall& call, const AttentionItem& item, const Attentio
   const int first_tile = walk.tile;
   TileKeys tile(call, walk, item.kv_head, first_tile);
   for (int kv_head = item.kv_head; kv_head < item.kv_head + item.head_count; ++kv_head) {
-    for (int i = 0; i < item.row_count; ++i)
-      stage_query(all, i, call.query + place_of(call, item, kv_head, i, call.query_stride), layer, Word{});
+    stage_queries<Word>(call, item, kv_head, all);
     for (int w = 0; w < num_walks(call, item); ++w) {
       walk = walk_of(call, item, w);
       const Scratch at = all.from(walk.row, layer);
@@ -334,8 +368,7 @@ void attend(const AttentionCall& call, const AttentionItem& item, const Attentio
         }
       }
     }
-    if (item.partial < 0)
-      for (int i = 0; i < item.row_count; ++i) write_row(call, item, kv_head, i, all.out + i * padded, all.sum[i]);
+    if (item.partial < 0) write_rows(call, item, kv_head, all.out, all.sum);
   }
 }
 
@@ -352,7 +385,7 @@ void attention_merge(const AttentionCall& call, const AttentionItem& item, float
     slot += slot_floats;
     merge_tile(at.max, at.sum, at.out, slot, slot + kTileRows, slot + 2 * kTileRows, rows, padded);
   }
-  for (int i = 0; i < rows; ++i) write_row(call, item, item.kv_head, i, at.out + i * padded, at.sum[i]);
+  write_rows(call, item, item.kv_head, at.out, at.sum);
 }
 
 void attention_item(const AttentionCall& call, const AttentionItem& item, const AttentionItem* next, float* memory) {

@@ -91,35 +91,49 @@ struct Bytes {
   int32_t sum;  // of the bytes
 };
 
-// As turned_to_bytes(), for 16 N = dim = the transform's block.
-template <int N>
-PM_INLINE Bytes turned_registers(const float* x, bool narrow, int8_t* q) {
-  F16 v[N];
-  turn_head<N>(x, v);
-  F16 top = abs(v[0]);  // what is not finite is in every lane by now
+// As turned_to_bytes(), for 16 N = dim = the transform's block, of M heads side by side: one alone is a long chain of
+// instructions that wait for each other.
+template <int N, int M>
+PM_INLINE void turned_registers(const float* const (&x)[M], bool narrow, int8_t* const (&q)[M], Bytes (&out)[M]) {
+  F16 v[M][N], top[M];
+  const auto each = [&](auto body) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) body(m);
+  };
+  each([&](int m) __attribute__((always_inline)) { turn_head<N>(x[m], v[m]); });
+  each([&](int m) __attribute__((always_inline)) {
+    top[m] = abs(v[m][0]);  // what is not finite is in every lane by now
 #pragma GCC unroll 16
-  for (int i = 1; i < N; ++i) top = max(top, abs(v[i]));
+    for (int i = 1; i < N; ++i) top[m] = max(top[m], abs(v[m][i]));
+  });
   constexpr float kFactor = N == 4 ? 0.125f : 0.08838834764831845f;  // 1 / sqrt(dim)
-  float scale = hmax(top) * (kFactor / kMaxByte);
-  scale = (scale < 1e-30f ? 1e-30f : scale) + 0 * scale;
-  if (narrow) scale = widen(round_scale(scale));
-  const F16 inverse = set1(kFactor / scale);
-  I16 sum = set1_i32(0);
+  each([&](int m) __attribute__((always_inline)) {
+    const float scale = hmax(top[m]) * (kFactor / kMaxByte);
+    out[m].scale = (scale < 1e-30f ? 1e-30f : scale) + 0 * scale;
+    if (narrow) out[m].scale = widen(round_scale(out[m].scale));
+  });
+  each([&](int m) __attribute__((always_inline)) {
+    const F16 inverse = set1(kFactor / out[m].scale);
+    I16 sum = set1_i32(0);
 #pragma GCC unroll 16
-  for (int i = 0; i < N; ++i) {
-    const I16 b = round_i32(mul(v[i], inverse));
-    sum = add(sum, b);
-    store_i8(q + 16 * i, b);
-  }
-  return {scale, hsum_i32(sum)};
+    for (int i = 0; i < N; ++i) {
+      const I16 b = round_i32(mul(v[m][i], inverse));
+      sum = add(sum, b);
+      store_i8(q[m] + 16 * i, b);
+    }
+    out[m].sum = hsum_i32(sum);
+  });
 }
 
 // A key or query head through the Hadamard transform in steps of a scale -> q [padded_dim], zeros behind. narrow: the
 // scale is one of bf16. memory: padded_dim floats.
 PM_INLINE Bytes turned_to_bytes(const AttentionLayer& layer, const float* x, bool narrow, int8_t* q, float* memory) {
   const int dim = layer.head_dim;
-  if (dim == 64) return turned_registers<4>(x, narrow, q);
-  if (dim == 128) return turned_registers<8>(x, narrow, q);
+  if (dim == 64 || dim == 128) {
+    Bytes found[1];
+    dim == 64 ? turned_registers<4, 1>({x}, narrow, {q}, found) : turned_registers<8, 1>({x}, narrow, {q}, found);
+    return found[0];
+  }
   std::memcpy(memory, x, sizeof(float) * dim);
   hadamard_row(memory, dim, layer.hadamard_block());
   float scale = byte_scale(memory, dim);
