@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from pagemill import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from pagemill.config import EngineConfig
@@ -21,6 +22,7 @@ from pagemill.errors import RequestError
 from pagemill.platform import CpuPlatform
 from pagemill.worker.executor import InprocExecutor
 from tests.engine.fakes import MODEL_CONFIG
+from tests.models.tiny import VOCAB_SIZE
 
 SCHEMA = {
     "type": "object",
@@ -185,56 +187,103 @@ GRAMMARS: list[dict[str, Any]] = [
 ]
 
 
-def one_token(request_id: str, new_rows: Sequence[NewRow] = ()) -> SchedulerOutput:
-    return SchedulerOutput(
-        step=0, request_ids=[request_id], num_new_tokens=[1], new_block_ids=[None], new_rows=list(new_rows)
-    )
+class Engine:
+    """The grammars of an engine without its model: whoever asks chooses the tokens."""
 
+    def __init__(self, model: Path, *, begun: bool = False) -> None:
+        config = EngineConfig(model=str(model), **OPTIONS)
+        self.model_config = InprocExecutor.create(config).model_config
+        self.grammars = grammars.TokenGrammars(config, self.model_config, num_cpus=1, num_free_cpus=int(begun))
 
-@pytest.mark.parametrize("begun", [False, True], ids=["tried", "masks begun"])
-def test_a_token_that_is_tried_is_allowed_where_its_bit_in_the_mask_is_1(tiny_model: Path, begun: bool) -> None:
-    """Else a greedy row's token would depend on whether its mask was computed."""
-    config = EngineConfig(model=str(tiny_model), **OPTIONS)
-    model_config = InprocExecutor.create(config).model_config
-    running = grammars.TokenGrammars(config, model_config, num_cpus=1, num_free_cpus=int(begun))
-    size, random = model_config.vocab_size, np.random.default_rng(5)
-    num_tried = num_forced = 0
-    for number, form in enumerate(GRAMMARS):
-        structured = StructuredOutputsParams(llguidance=compile_grammar(StructuredOutputsParams(**form)), min_tokens=3)
+    def row(self, form: dict[str, Any], produced: Sequence[int] = (), *, min_tokens: int = 0) -> NewRow:
+        structured = StructuredOutputsParams(
+            llguidance=compile_grammar(StructuredOutputsParams(**form)), min_tokens=min_tokens
+        )
         asked = SamplingParams.create(structured_outputs=structured)
         request = EngineRequest(request_id="r", prompt_token_ids=[5], params=asked, max_tokens=99, arrival_time_s=0.0)
-        while not running.ready(request):
-            running.wait()
-        row = NewRow(
-            request_id=f"r{number}",
-            token_ids=[5],
+        while not self.grammars.ready(request):
+            self.grammars.wait()
+        return NewRow(
+            request_id="r",
+            token_ids=[5, *produced],
             num_prompt_tokens=1,
             params=asked,
             seed=0,
             block_ids=[[0]],
-            num_computed_tokens=0,
-            eos_token_ids=tuple(model_config.eos_token_ids),
+            num_computed_tokens=len(produced),
+            eos_token_ids=tuple(self.model_config.eos_token_ids),
         )
-        plan = one_token(row.request_id, [row])
+
+    def step(self, new_rows: Sequence[NewRow] = ()) -> Any:
+        """The constraints of a step with one token."""
+        self.grammars.begin(
+            SchedulerOutput(
+                step=0, request_ids=["r"], num_new_tokens=[1], new_block_ids=[None], new_rows=list(new_rows)
+            )
+        )
+        step = self.grammars.constraints()
+        assert step is not None
+        assert step.rows().tolist() == [0]
+        return step
+
+    def accept(self, token: int) -> None:
+        self.grammars.accept([EngineOutput(request_id="r", new_token_ids=[token])])
+
+    def bits(self, step: Any) -> NDArray[np.bool_]:
+        """[V] which tokens the mask allows."""
+        mask = step.bitmask(np.array([0])).view(np.uint8)
+        return np.unpackbits(mask, bitorder="little")[: self.model_config.vocab_size].astype(bool)
+
+
+def allows(step: Any, token: int) -> bool:
+    return bool(step.allow(np.array([0]), np.array([token]))[0])
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["tried", "masks begun"])
+def test_a_token_that_is_tried_is_allowed_where_its_bit_in_the_mask_is_1(
+    tiny_model: Path, begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a greedy row's token would depend on whether its mask was computed."""
+    monkeypatch.setattr(grammars, "MASK_EVERY", 1000)
+    running = Engine(tiny_model, begun=begun)
+    ending, random = set(running.model_config.eos_token_ids), np.random.default_rng(5)
+    num_forced = 0
+    for form in GRAMMARS:
+        step = running.step([running.row(form, min_tokens=3)])
         for _ in range(25):
-            running.begin(plan)
-            step = running.constraints()
-            assert step is not None
-            assert step.rows().tolist() == [0]
-            allowed = [bool(step.allow(np.array([0]), np.array([token]))[0]) for token in range(size)]
-            bits = np.unpackbits(step.bitmask(np.array([0])).view(np.uint8), bitorder="little")[:size].astype(bool)
-            fewer = np.flatnonzero(allowed != bits)
-            assert not any(allowed[token] for token in fewer), "what is not allowed was let through"
-            assert set(fewer) <= set(model_config.eos_token_ids) or step.due[0].matcher.is_stopped()
-            num_tried += size
-            num_forced += bool(step.due[0].matcher.compute_ff_tokens())
-            token = int(random.choice(np.flatnonzero(bits)))
-            output = EngineOutput(request_id=row.request_id, new_token_ids=[token])
-            running.accept([output])
-            plan = one_token(row.request_id)
-            if step.due[0].matcher.is_stopped():
+            allowed = np.array([allows(step, token) for token in range(running.model_config.vocab_size)])
+            bits = running.bits(step)
+            assert not (allowed & ~bits).any(), "what is not allowed was let through"
+            matcher = step.due[0].matcher
+            assert set(np.flatnonzero(bits & ~allowed)) <= ending or matcher.is_stopped()
+            num_forced += bool(matcher.compute_ff_tokens())
+            running.accept(int(random.choice(np.flatnonzero(bits))))
+            if matcher.is_stopped():
                 break
+            step = running.step()
     assert num_forced > 10
+
+
+def test_a_long_text_does_not_use_up_what_a_lexer_may_build(tiny_model: Path) -> None:
+    """Only a mask gives it that anew: where tokens were only tried, this failed after some hundred of them."""
+    running = Engine(tiny_model)
+    form = {"regex": "[ab]*a[ab]{800}"}
+    step = running.step([running.row(form)])
+    opened = running.grammars._opened
+    assert opened is not None
+    token_of = {word: index for index in range(5, VOCAB_SIZE) if (word := opened.decode_str([index])) in ("a", "b")}
+    random = np.random.default_rng(1)
+    text = [token_of["ab"[which]] for which in random.integers(0, 2, 3000)]
+    num_masks = 0
+    for token in text:
+        if not allows(step, token):
+            num_masks += 1
+            assert running.bits(step)[token], step.due[0].error
+        running.accept(token)
+        step = running.step()
+    assert num_masks == len(text) // grammars.MASK_EVERY
+    resumed = Engine(tiny_model)  # after a preemption a new matcher follows the same text
+    assert resumed.bits(resumed.step([resumed.row(form, text)])).tolist() == running.bits(step).tolist()
 
 
 def test_a_builder_has_a_limit_of_processor_time_and_none_of_patience(

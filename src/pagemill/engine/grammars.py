@@ -8,7 +8,7 @@ until its grammar is there. Must not sample or know text: the sampler asks.
 A mask depends on the tokens that were accepted before its step, so it is computed while the forward pass runs, by
 threads on the CPUs that the pass leaves free. Where it leaves none they would take a core from the kernels' team, and
 the whole team would wait at the next barrier: there the masks come after the pass, on all cores, and only for rows
-whose token they decide. A greedy row whose best token of all is allowed takes that one.
+whose token they decide, or whose last mask is long ago. A greedy row whose best token of all is allowed takes that one.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ WAIT_S = 0.005
 MAX_THREADS = 8
 ROWS_OF_A_THREAD = 4
 """Waking a thread costs about as much as so many masks."""
+MASK_EVERY = 16
+"""Tokens of a row. What a matcher's lexer may build is counted from mask to mask: without one a long text runs out."""
 
 
 @dataclass(slots=True, eq=False)
@@ -157,6 +159,8 @@ class _StepConstraints:
         return found
 
     def _allows(self, row: _Row, token: int) -> bool:
+        if self.begun is None and _needs_mask(row.num_output_tokens):
+            return False
         if row.num_output_tokens < row.min_tokens and token in row.ending:
             return False
         if self.begun is not None:
@@ -258,15 +262,18 @@ class TokenGrammars:
         """A matcher that has seen what the request had produced."""
         produced = new.token_ids[new.num_prompt_tokens :]
         matcher = self._build(_grammar(structured)).future.result().deep_copy()
-        if produced:
-            matcher.consume_tokens(produced)
+        mask = np.empty(self._width, np.int32)
+        for index, token in enumerate(produced):
+            if _needs_mask(index):
+                matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            matcher.consume_tokens([token])
         return _Row(
             matcher,
             len(new.token_ids) - new.num_computed_tokens,
             len(produced),
             structured.min_tokens,
             ending_token_ids(new.params, new.eos_token_ids),
-            np.empty(self._width, np.int32),
+            mask,
         )
 
     def _build(self, grammar: str) -> _Build:
@@ -335,6 +342,11 @@ def _grammar(structured: StructuredOutputsParams | None) -> str:
     assert structured is not None, "the request is constrained"
     assert structured.llguidance is not None, "the front compiles every grammar"
     return structured.llguidance
+
+
+def _needs_mask(num_output_tokens: int) -> bool:
+    """At the same tokens of a request whether or not it was preempted."""
+    return num_output_tokens % MASK_EVERY == MASK_EVERY - 1
 
 
 def _forbid_where_others_are_left(mask: NDArray[np.int32], tokens: frozenset[int]) -> None:
