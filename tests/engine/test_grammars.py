@@ -22,7 +22,7 @@ from pagemill.errors import RequestError
 from pagemill.platform import CpuPlatform
 from pagemill.worker.executor import InprocExecutor
 from tests.engine.fakes import MODEL_CONFIG
-from tests.models.tiny import VOCAB_SIZE
+from tests.models.tiny import VOCAB_SIZE, tiny_llama
 
 SCHEMA = {
     "type": "object",
@@ -284,6 +284,17 @@ def test_a_long_text_does_not_use_up_what_a_lexer_may_build(tiny_model: Path) ->
     assert num_masks == len(text) // grammars.MASK_EVERY
     resumed = Engine(tiny_model)  # after a preemption a new matcher follows the same text
     assert resumed.bits(resumed.step([resumed.row(form, text)])).tolist() == running.bits(step).tolist()
+
+
+def test_a_model_may_have_more_ids_than_its_tokenizer(tmp_path: Path) -> None:
+    """As Qwen's do. No grammar allows one of them."""
+    running = Engine(tiny_llama(tmp_path / "padded", vocab_size=VOCAB_SIZE + 80))
+    step = running.step([running.row({"regex": r"(.|\n)*"})])
+    tried = [allows(step, token) for token in range(VOCAB_SIZE, VOCAB_SIZE + 80)]
+    bits = running.bits(step)
+    assert bits[:VOCAB_SIZE].sum() > 200
+    assert not bits[VOCAB_SIZE:].any()
+    assert not any(tried)
 
 
 def test_a_builder_has_a_limit_of_processor_time_and_none_of_patience(

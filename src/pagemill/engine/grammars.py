@@ -319,14 +319,15 @@ class TokenGrammars:
             checkpoint.close()
         size = min(tokenizer.vocab_size, self._vocab_size)
         eos = sorted(index for index in {*tokenizer.eos_ids, *self._eos_token_ids} if index < size)
-        wrapped = TokenizerWrapper(_Bytes(tokenizer, size, eos[0]))
-        return LLTokenizer(wrapped, n_vocab=self._vocab_size, eos_token=eos)
+        wrapped = TokenizerWrapper(_Bytes(tokenizer, self._vocab_size, eos[0]))
+        return LLTokenizer(wrapped, eos_token=eos)
 
 
 class _Bytes:
     """A tokenizer in the shape that llguidance takes."""
 
     def __init__(self, tokenizer: Any, size: int, eos_id: int) -> None:
+        """``size``: the model's, which masks have; ids that the tokenizer does not know have no bytes."""
         self._tokenizer = tokenizer
         self.eos_token_id = eos_id
         self.bos_token_id = tokenizer.bos_id
