@@ -16,10 +16,10 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,6 +65,46 @@ class _Row:
     mask: NDArray[np.int32]  # [ceil(V / 32)]
     error: str | None = None
     """Why no token can be allowed any more."""
+    forced: deque[int] = field(default_factory=deque)
+    """Tokens that must follow, as far as they are known: found once for a whole run of them, which takes a time that
+    grows with its length."""
+    num_unmasked: int = 0
+    """Tokens since the last mask, but for those that had to follow."""
+
+    def find_forced(self) -> bool:
+        """Whether one certain token must follow."""
+        if not self.forced:
+            self.forced.extend(self.matcher.compute_ff_tokens())
+        return bool(self.forced)
+
+    def write_forced(self) -> bool:
+        """Write the mask if it is known to have one token; whether it was."""
+        if not self.forced:
+            return False
+        self.mask.fill(0)
+        self.mask.view(np.uint32)[self.forced[0] // 32] = 1 << self.forced[0] % 32
+        return True
+
+    def compute_mask(self) -> None:
+        """Which tokens may follow."""
+        self.matcher.unsafe_compute_mask_ptr(self.mask.ctypes.data, self.mask.nbytes)
+        self.num_unmasked = 0
+
+    def accept(self, token_ids: list[int]) -> None:
+        """Go on with tokens."""
+        self.matcher.consume_tokens(token_ids)
+        for token in token_ids:
+            if not self.forced:
+                self.num_unmasked += 1
+            elif self.forced.popleft() != token:
+                self.forced.clear()
+
+    def follow(self, token_ids: list[int]) -> None:
+        """Go on with what was accepted before a preemption."""
+        for token in token_ids:
+            if self.num_unmasked >= MASK_EVERY and not self.find_forced():
+                self.compute_mask()
+            self.accept([token])
 
 
 class _Build:
@@ -110,7 +150,7 @@ class _Filling:
 
     def _work(self) -> None:
         for row in self._left:
-            row.matcher.unsafe_compute_mask_ptr(row.mask.ctypes.data, row.mask.nbytes)
+            row.compute_mask()
 
 
 @dataclass(slots=True, eq=False)
@@ -145,8 +185,11 @@ class _StepConstraints:
     def bitmask(self, at: Rows) -> NDArray[np.int32]:
         """All zeros where a grammar cannot go on."""
         rows = [self.due[i] for i in at.tolist()]
-        num_helpers = max(0, min(self.num_threads, len(rows) // ROWS_OF_A_THREAD) - 1)
-        filling = self.begun or _Filling(rows, self.helpers, num_helpers)
+        filling = self.begun
+        if filling is None:
+            unknown = [row for row in rows if not row.write_forced()]
+            num_helpers = max(0, min(self.num_threads, len(unknown) // ROWS_OF_A_THREAD) - 1)
+            filling = _Filling(unknown, self.helpers, num_helpers)
         filling.finish()
         found = np.empty((len(rows), self.width), np.int32)
         for mask, row in zip(found, rows, strict=True):
@@ -154,23 +197,23 @@ class _StepConstraints:
             if row.matcher.is_error():
                 row.error = one_line(row.matcher.get_error())
                 mask[:] = 0
-            elif row.num_output_tokens < row.min_tokens and not row.matcher.is_stopped():
+                continue
+            if not row.forced and np.count_nonzero(mask) == 1:
+                row.find_forced()
+            if row.num_output_tokens < row.min_tokens and not row.matcher.is_stopped():
                 _forbid_where_others_are_left(mask, row.ending)
         return found
 
     def _allows(self, row: _Row, token: int) -> bool:
-        if self.begun is None and _needs_mask(row.num_output_tokens):
-            return False
         if row.num_output_tokens < row.min_tokens and token in row.ending:
             return False
         if self.begun is not None:
             return not row.matcher.is_error() and bool(row.mask[token // 32] >> token % 32 & 1)
         if row.matcher.is_stopped():  # the end, or an error
             return False
-        forced = row.matcher.compute_ff_tokens()  # of a text that must follow, a mask has one token
-        if forced:
-            return bool(token == forced[0])
-        return bool(row.matcher.validate_tokens([token]) == 1)
+        if row.find_forced():  # of a text that must follow, a mask has one token
+            return token == row.forced[0]
+        return row.num_unmasked < MASK_EVERY and bool(row.matcher.validate_tokens([token]) == 1)
 
 
 class TokenGrammars:
@@ -232,8 +275,9 @@ class TokenGrammars:
         if due:
             self._step = _StepConstraints(due, self._width, self._helpers, self._num_threads_after)
             if self._num_threads_under:
-                num_helpers = max(1, min(self._num_threads_under, len(due) // ROWS_OF_A_THREAD))
-                self._step.begun = _Filling(list(due.values()), self._helpers, num_helpers)
+                unknown = [row for row in due.values() if not row.write_forced()]
+                num_helpers = max(1, min(self._num_threads_under, len(unknown) // ROWS_OF_A_THREAD))
+                self._step.begun = _Filling(unknown, self._helpers, num_helpers)
 
     def constraints(self) -> _StepConstraints | None:
         """What the plan's rows may take; None where no row that gets a token is constrained."""
@@ -254,27 +298,23 @@ class TokenGrammars:
                     output.error_status = RequestError.status
                 del self._rows[output.request_id]
             elif output.new_token_ids:
-                row.matcher.consume_tokens(output.new_token_ids)
+                row.accept(output.new_token_ids)
                 row.pending += len(output.new_token_ids)
                 row.num_output_tokens += len(output.new_token_ids)
 
     def _row(self, new: NewRow, structured: StructuredOutputsParams) -> _Row:
         """A matcher that has seen what the request had produced."""
         produced = new.token_ids[new.num_prompt_tokens :]
-        matcher = self._build(_grammar(structured)).future.result().deep_copy()
-        mask = np.empty(self._width, np.int32)
-        for index, token in enumerate(produced):
-            if _needs_mask(index):
-                matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            matcher.consume_tokens([token])
-        return _Row(
-            matcher,
+        row = _Row(
+            self._build(_grammar(structured)).future.result().deep_copy(),
             len(new.token_ids) - new.num_computed_tokens,
             len(produced),
             structured.min_tokens,
             ending_token_ids(new.params, new.eos_token_ids),
-            mask,
+            np.empty(self._width, np.int32),
         )
+        row.follow(produced)
+        return row
 
     def _build(self, grammar: str) -> _Build:
         build = self._builds.get(grammar)
@@ -343,11 +383,6 @@ def _grammar(structured: StructuredOutputsParams | None) -> str:
     assert structured is not None, "the request is constrained"
     assert structured.llguidance is not None, "the front compiles every grammar"
     return structured.llguidance
-
-
-def _needs_mask(num_output_tokens: int) -> bool:
-    """At the same tokens of a request whether or not it was preempted."""
-    return num_output_tokens % MASK_EVERY == MASK_EVERY - 1
 
 
 def _forbid_where_others_are_left(mask: NDArray[np.int32], tokens: frozenset[int]) -> None:
