@@ -41,7 +41,7 @@ __all__ = [
 COMPILE_LIMIT_S = 1.0
 """Processor time of one grammar's check."""
 MASK_LIMIT_S = 0.2
-"""Of its first mask, which holds everybody's step up: long forced texts, like a{1000000}, are worked out there."""
+"""Of its first step, which holds everybody up: long forced texts, like a{1000000}, are worked out there."""
 MEMORY_BYTES = 2 << 30
 """Address space of the child."""
 STEP_MAX_ITEMS = 10_000
@@ -124,6 +124,7 @@ def _try_out(grammar: str) -> None:
     matcher = LLMatcher(_bytes(), grammar, log_level=0, limits=limits())
     signal.setitimer(signal.ITIMER_PROF, MASK_LIMIT_S)
     matcher.compute_bitmask()
+    matcher.compute_ff_tokens()
 
 
 @lru_cache(maxsize=1)
