@@ -68,8 +68,9 @@ class _Row:
     forced: deque[int] = field(default_factory=deque)
     """Tokens that must follow, as far as they are known: found once for a whole run of them, which takes a time that
     grows with its length."""
-    num_unmasked: int = 0
-    """Tokens since the last mask, but for those that had to follow."""
+    num_unmasked: int = MASK_EVERY
+    """Tokens since the last mask, but for those that had to follow. A row begins with a mask: matchers of one grammar
+    share a lexer, which others may have left with nothing to build from."""
 
     def find_forced(self) -> bool:
         """Whether one certain token must follow."""
