@@ -142,14 +142,15 @@ PM_INLINE void stage_query(const Scratch& at, int row, const float* from, const 
   stage_bytes(at, row, layer, turned_to_bytes(layer, from, false, query_bytes(at, row, layer), at.scores));
 }
 
-// Every row of an item: f(row, token, head of the group).
+// Every row of an item in one KV head: f(row, where its token and head begin in an array [tokens][stride]).
 template <class F>
-PM_INLINE void each_row(const AttentionCall& call, const AttentionItem& item, F f) {
+PM_INLINE void each_row(const AttentionCall& call, const AttentionItem& item, int kv_head, int64_t stride, F f) {
   const int heads = call.layer->group_heads();
   int query = item.row_begin / heads, head = item.row_begin % heads;
   for (int row = 0; row < item.row_count; ++row) {
-    f(row, item.members == nullptr ? call.batch->query_start[item.request] + query
-                                   : call.batch->query_start[item.members[query]], head);
+    const int64_t token = item.members == nullptr ? call.batch->query_start[item.request] + query
+                                                  : call.batch->query_start[item.members[query]];
+    f(row, token * stride + (kv_head * heads + head) * call.layer->head_dim);
     if (++head == heads) head = 0, ++query;
   }
 }
@@ -159,9 +160,8 @@ template <class Word>
 PM_INLINE void stage_queries(const AttentionCall& call, const AttentionItem& item, int kv_head, const Scratch& at) {
   const AttentionLayer& layer = *call.layer;
   const float* from[kTileRows];
-  each_row(call, item, [&](int row, int64_t token, int head) __attribute__((always_inline)) {
-    from[row] = call.query + token * call.query_stride + (kv_head * layer.group_heads() + head) * layer.head_dim;
-  });
+  each_row(call, item, kv_head, call.query_stride,
+           [&](int row, int64_t place) __attribute__((always_inline)) { from[row] = call.query + place; });
   int row = 0;
   if constexpr (Kind<Word>::kBytes) {
     if (layer.head_dim == 64) {
@@ -314,13 +314,11 @@ void attend_tile(const AttentionCall& call, const Walk& walk, const TileKeys& ti
 
 PM_INLINE void write_rows(const AttentionCall& call, const AttentionItem& item, int kv_head, const float* out,
                           const float* sum) {
-  const AttentionLayer& layer = *call.layer;
-  const int dim = layer.head_dim, padded = layer.padded_dim();
-  each_row(call, item, [&](int row, int64_t token, int head) __attribute__((always_inline)) {
-    const float* from = out + row * padded;
-    float* to = call.out + token * call.out_stride + (kv_head * layer.group_heads() + head) * dim;
+  const int dim = call.layer->head_dim, padded = call.layer->padded_dim();
+  each_row(call, item, kv_head, call.out_stride, [&](int row, int64_t place) __attribute__((always_inline)) {
     const F16 scale = set1(1.0f / sum[row]);
-    for (int d = 0; d < dim; d += 16) store(to + d, mul(load(from + d), scale), tail_mask(dim - d));
+    for (int d = 0; d < dim; d += 16)
+      store(call.out + place + d, mul(load(out + row * padded + d), scale), tail_mask(dim - d));
   });
 }
 

@@ -56,7 +56,9 @@ const uint32_t* mask_bits(const TokenMask& mask, const Vec<const int64_t>& index
   return reinterpret_cast<const uint32_t*>(mask.data());
 }
 
-void check_vocab(int64_t vocab) { check(vocab > 0 && vocab <= int64_t{1} << 27, "logits must have between 1 and 2^27 columns"); }
+void check_vocab(int64_t vocab) {
+  check(vocab > 0 && vocab <= int64_t{1} << 27, "logits must have between 1 and 2^27 columns");
+}
 
 void row_extremes(Logits logits, Vec<int64_t> best, Vec<float> highest, Vec<bool> finite) {
   const size_t rows = logits.shape(0);

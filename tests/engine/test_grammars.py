@@ -233,7 +233,13 @@ class Engine:
 
     def bits(self, step: Any) -> NDArray[np.bool_]:
         """[V] which tokens the mask allows."""
-        mask = step.bitmask(np.array([0])).view(np.uint8)
+        return self._unpacked(step.bitmask(np.array([0])).view(np.uint8))
+
+    def own_bits(self, matcher: Any) -> NDArray[np.bool_]:
+        """[V] which tokens llguidance's own mask allows."""
+        return self._unpacked(np.frombuffer(matcher.deep_copy().compute_bitmask(), np.uint8))
+
+    def _unpacked(self, mask: NDArray[np.uint8]) -> NDArray[np.bool_]:
         return np.unpackbits(mask, bitorder="little")[: self.model_config.vocab_size].astype(bool)
 
 
@@ -256,8 +262,7 @@ def test_a_token_that_is_tried_is_allowed_where_its_bit_in_the_mask_is_1(
             allowed = np.array([allows(step, token) for token in range(running.model_config.vocab_size)])
             bits = running.bits(step)
             matcher = step.due[0].matcher
-            own = np.unpackbits(np.frombuffer(matcher.deep_copy().compute_bitmask(), np.uint8), bitorder="little")
-            assert set(np.flatnonzero(bits != own[: len(bits)])) <= ending
+            assert set(np.flatnonzero(bits != running.own_bits(matcher))) <= ending
             assert not (allowed & ~bits).any(), "what is not allowed was let through"
             assert set(np.flatnonzero(bits & ~allowed)) <= ending or matcher.is_stopped()
             num_forced += bool(matcher.compute_ff_tokens())
@@ -293,8 +298,7 @@ def test_a_text_that_must_follow_is_looked_for_once(tiny_model: Path, greedy: bo
         assert not (greedy and allows(step, 5))
         bits = running.bits(step)
         assert bits.sum() == 1
-        own = np.unpackbits(np.frombuffer(counting.matcher.deep_copy().compute_bitmask(), np.uint8), bitorder="little")
-        assert np.flatnonzero(own[: len(bits)]).tolist() == np.flatnonzero(bits).tolist()
+        assert running.own_bits(counting.matcher).tolist() == bits.tolist()
         running.accept(int(bits.argmax()))
         num_tokens += 1
         if counting.is_stopped():

@@ -9,6 +9,7 @@ A mask depends on the tokens that were accepted before its step, so it is comput
 threads on the CPUs that the pass leaves free. Where it leaves none they would take a core from the kernels' team, and
 the whole team would wait at the next barrier: there the masks come after the pass, on all cores, and only for rows
 whose token they decide, or whose last mask is long ago. A greedy row whose best token of all is allowed takes that one.
+A text that must follow is looked for once, and needs neither masks nor tries until it ends.
 """
 
 from __future__ import annotations
@@ -160,7 +161,6 @@ class _StepConstraints:
 
     due: dict[int, _Row]
     """By row of the plan, or of what :meth:`of` made."""
-    width: int  # ceil(V / 32)
     helpers: ThreadPoolExecutor
     num_threads: int
     """That compute masks after the forward pass."""
@@ -192,9 +192,8 @@ class _StepConstraints:
             num_helpers = max(0, min(self.num_threads, len(unknown) // ROWS_OF_A_THREAD) - 1)
             filling = _Filling(unknown, self.helpers, num_helpers)
         filling.finish()
-        found = np.empty((len(rows), self.width), np.int32)
+        found = np.stack([row.mask for row in rows])
         for mask, row in zip(found, rows, strict=True):
-            mask[:] = row.mask
             if row.matcher.is_error():
                 row.error = one_line(row.matcher.get_error())
                 mask[:] = 0
@@ -274,7 +273,7 @@ class TokenGrammars:
                 if row.pending == 0:
                     due[index] = row
         if due:
-            self._step = _StepConstraints(due, self._width, self._helpers, self._num_threads_after)
+            self._step = _StepConstraints(due, self._helpers, self._num_threads_after)
             if self._num_threads_under:
                 unknown = [row for row in due.values() if not row.write_forced()]
                 num_helpers = max(1, min(self._num_threads_under, len(unknown) // ROWS_OF_A_THREAD))

@@ -28,4 +28,4 @@ class Constraints(Protocol):
         """[n] whether the constrained rows ``at`` [n] may take these tokens [n]; if not, the bitmask decides."""
 
     def bitmask(self, at: Rows) -> NDArray[np.int32]:
-        """Tokens that the constrained rows ``at`` [n] may take, by bit, lowest first, int32 [n, ceil(V / 32)]."""
+        """Tokens that the constrained rows ``at`` [n >= 1] may take, by bit, lowest first, int32 [n, ceil(V / 32)]."""

@@ -1,9 +1,9 @@
 """Chooses the next token of every row.
 
-Order: non-finite rows are set aside; raw log probabilities are kept where asked for; grammars and
-processors change the logits; greedy rows take the best token (lowest id among equals), the others draw from what
-temperature, min_p, top_k and top_p leave (in that order), with noise keyed by (seed, position); processed log
-probabilities are of what was drawn from.
+Order: non-finite rows are set aside; raw log probabilities are kept where asked for; grammars and processors change the
+logits; greedy rows take the best token (lowest id among equals), the others draw from what temperature, min_p, top_k
+and top_p leave (in that order), with noise keyed by (seed, position); processed log probabilities are of what was drawn
+from.
 
 Every operation is exact, or works within one row in an order that the row alone decides: a row's token and log
 probabilities have the same bits whoever is sampled beside it.
@@ -151,6 +151,8 @@ class Sampler:
         greedy, written = constrained[simple[constrained]], constrained[~simple[constrained]]
         if len(greedy):
             greedy = greedy[~constraints.allow(greedy, tokens[greedy])]
+        if not len(greedy) and not len(written):
+            return _UNBOUND
         mask = constraints.bitmask(np.concatenate([greedy, written]))
         return _Bound(greedy, mask[: len(greedy)], written, mask[len(greedy) :])
 
