@@ -18,6 +18,7 @@
 
 #include "core/memory.h"
 #include "core/team.h"
+#include "core/upcoming.h"
 
 namespace pm {
 
@@ -123,6 +124,7 @@ struct LinearArgs {
   bool accumulate = false;          // add into out (the residual stream) instead of storing
   Gate gate = Gate::silu;           // when w is gated
   const PackedLinear* next = nullptr;  // the product after this one, if known: each rank fetches its first weights ahead
+  Upcoming* upcoming = nullptr;        // what this rank reads of the KV cache afterwards, if known: fetched along
 };
 
 // Called by every rank of `team`, which share the work out. No barrier before or after. `x` and `out` must not

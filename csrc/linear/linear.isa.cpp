@@ -9,8 +9,7 @@
 namespace pm::PM_ISA {
 namespace {
 
-using SumTile = void (*)(const std::byte*, int64_t, const std::byte*, int64_t, const std::byte*, int64_t,
-                         float*);
+using SumTile = void (*)(const std::byte*, int64_t, const std::byte*, int64_t, const Ahead&, float*);
 
 template <class S, int MR>
 constexpr SumTile tile_or_null() {
@@ -32,14 +31,15 @@ void sum_panel(const PackedLinear& w, const std::byte* act, int64_t row_bytes, i
                const Ahead& ahead, float* tile) {
   const std::byte* start = w.data.as<std::byte>() + panel * w.panel_bytes;
   for (int column = 0; column < kPanel; column += 2 * kLanes) {
-    kByRows<S>[rows - 1](act, row_bytes, start + column * 4, w.steps, ahead.data + column * 4, ahead.stride,
-                        tile + column);
+    Ahead shifted = ahead;
+    shifted.data += column * 4;
+    kByRows<S>[rows - 1](act, row_bytes, start + column * 4, w.steps, shifted, tile + column);
   }
 }
 
 template <class S, class Finish>
 void run_kind(Team& team, const LinearArgs& args, int64_t act_offset) {
-  walk<Finish>(team, args, &sum_panel<S>, S::kRows, act_offset);
+  walk<Finish>(team, args, &sum_panel<S>, S::kRows, act_offset, {args.w->steps, 32});
 }
 
 void run(Team& team, const LinearArgs& args) {

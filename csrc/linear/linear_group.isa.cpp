@@ -107,7 +107,7 @@ template <class K, int MR, int NV>
 void sum_group(const std::byte* act, int64_t row_bytes, const std::byte* w, const uint16_t* scales, int64_t groups,
                int scale_shift, const Ahead& ahead, float* tile) {
   constexpr int64_t kAhead = 2048;  // see sum_tile
-  const std::byte* next = ahead.data;
+  const std::byte *next = ahead.data, *cache = ahead.cache;
   const uint16_t* next_scales = ahead.scales;
   const std::byte *a0 = act, *a3 = act + 3 * row_bytes, *a6 = act + 6 * row_bytes, *a9 = act + 9 * row_bytes;
   PM_EACH_ROW(PM_ROW_DECLARE)
@@ -124,6 +124,7 @@ void sum_group(const std::byte* act, int64_t row_bytes, const std::byte* w, cons
         if constexpr (NV > 1) {
           prefetch(at + kAhead + 64);
           prefetch_second_level(next + pair * ahead.stride + 64);
+          prefetch_second_level(cache + pair * ahead.cache_stride);
         }
         {
           const int step = 2 * pair;
@@ -156,6 +157,7 @@ void sum_group(const std::byte* act, int64_t row_bytes, const std::byte* w, cons
           if constexpr (NV > 1) {
             prefetch(at + kAhead + 64);
             prefetch_second_level(next + step * ahead.stride + 64);
+            prefetch_second_level(cache + step * ahead.cache_stride);
           }
           PM_EACH_ROW(PM_ROW_STEP8)
         }
@@ -165,6 +167,7 @@ void sum_group(const std::byte* act, int64_t row_bytes, const std::byte* w, cons
     }
     for (int i = 0; i < K::kScaleHalves; i += 32) prefetch_second_level(next_scales + i);
     w += K::kGroupBytes, next += K::kGroupBytes / kStepBytes * ahead.stride, next_scales += K::kScaleHalves;
+    cache += K::kGroupBytes / kStepBytes * ahead.cache_stride;
     a0 += sizeof(GroupRecord), a3 += sizeof(GroupRecord), a6 += sizeof(GroupRecord), a9 += sizeof(GroupRecord);
   }
   PM_EACH_ROW(PM_ROW_STORE)
@@ -192,7 +195,8 @@ void sum_group_panel(const PackedLinear& w, const std::byte* act, int64_t row_by
   const std::byte* start = w.data.as<std::byte>() + panel * w.panel_bytes;
   const uint16_t* scales = w.scales.as<uint16_t>() + panel * w.scale_panel_halves;
   for (int column = 0; column < kPanel; column += kGroupVectors * kLanes) {
-    const Ahead shifted = {ahead.data + column * 4, ahead.scales + column, ahead.stride};
+    Ahead shifted = ahead;
+    shifted.data += column * 4, shifted.scales += column;
     kByRows<K>[rows - 1](act, row_bytes, start + column * 4, scales + column, w.steps, w.scale_shift, shifted,
                          tile + column);
   }
@@ -200,7 +204,8 @@ void sum_group_panel(const PackedLinear& w, const std::byte* act, int64_t row_by
 
 template <class K>
 void run_kind(Team& team, const LinearArgs& args) {
-  walk<FinishGroup>(team, args, &sum_group_panel<K>, kGroupRows, 0);
+  walk<FinishGroup>(team, args, &sum_group_panel<K>, kGroupRows, 0,
+                    {args.w->steps * K::kGroupBytes / kStepBytes, 64});
 }
 
 }  // namespace

@@ -82,6 +82,16 @@ struct StepInt8 {  // four k
 inline void prefetch(const std::byte* p) { __builtin_prefetch(p, 0, 3); }
 inline void prefetch_second_level(const void* p) { __builtin_prefetch(p, 0, 2); }
 
+// What a rank reads afterwards, fetched into the second cache level while a tile is summed: with each step a piece of the
+// panel after this one, and of the KV cache that the next attention will want.
+struct Ahead {
+  const std::byte* data;
+  const uint16_t* scales;  // of the group kinds
+  int64_t stride = kStepBytes;
+  const std::byte* cache = data;  // KV
+  int64_t cache_stride = 0;
+};
+
 #define PM_EACH_ROW(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11)
 // Twelve row addresses from four pointers and one stride, which is what x86 addressing can hold in registers.
 #define PM_ROW_AT(r) ((r) < 3 ? a0 : (r) < 6 ? a3 : (r) < 9 ? a6 : a9) + ((r) % 3) * row_bytes
@@ -99,14 +109,14 @@ inline void prefetch_second_level(const void* p) { __builtin_prefetch(p, 0, 2); 
   }
 
 // Sums rows act[0 .. MR), `row_bytes` apart, against the two vectors of columns that begin at `w`, and leaves the raw sums
-// (int32 as its bits) in tile[row * kPanel + column]. Fetches what lies at `next` into the second
-// cache level, `next_stride` bytes further with each step.
+// (int32 as its bits) in tile[row * kPanel + column].
 template <class S, int MR>
-void sum_tile(const std::byte* act, int64_t row_bytes, const std::byte* w, int64_t steps, const std::byte* next,
-              int64_t next_stride, float* tile) {
+void sum_tile(const std::byte* act, int64_t row_bytes, const std::byte* w, int64_t steps, const Ahead& ahead, float* tile) {
   // From the second cache level into the first.
   constexpr int64_t kAhead = MR <= 6 ? 2048 : 1024;
   const std::byte *a0 = act, *a3 = act + 3 * row_bytes, *a6 = act + 6 * row_bytes, *a9 = act + 9 * row_bytes;
+  const std::byte *next = ahead.data, *cache = ahead.cache;
+  const int64_t next_stride = ahead.stride, cache_stride = ahead.cache_stride;
   PM_EACH_ROW(PM_ROW_DECLARE)
   for (int64_t step = 0; step < steps; ++step) {
     const auto w0 = S::weights(w);
@@ -116,9 +126,10 @@ void sum_tile(const std::byte* act, int64_t row_bytes, const std::byte* w, int64
     if constexpr (kLanes == 16) {
       prefetch(w + kAhead + 64);
       prefetch_second_level(next + 64);
+      prefetch_second_level(cache);
     }
     PM_EACH_ROW(PM_ROW_STEP)
-    w += kStepBytes, next += next_stride;
+    w += kStepBytes, next += next_stride, cache += cache_stride;
     a0 += S::kActBytes, a3 += S::kActBytes, a6 += S::kActBytes, a9 += S::kActBytes;
   }
   PM_EACH_ROW(PM_ROW_STORE)

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "core/team.h"
+#include "core/upcoming.h"
 #include "ops/attention.h"
 
 namespace pm {
@@ -14,11 +15,14 @@ struct AttentionPlan {
   std::vector<AttentionItem> merges;  // the rows of the items that were cut, tile_count the whole range
   std::vector<int32_t> members;       // of the items that several requests share
   int num_partials = 0;
+  std::vector<std::vector<Extent>> extents;  // for each rank: what its share reads of a layer's cache, as far as it is
+                                             // worth fetching ahead
 
   void build(const AttentionLayer& layer, const AttentionBatch& batch, int num_threads);
 
  private:
   void group_requests(const AttentionLayer& layer, const AttentionBatch& batch, int64_t most);
+  void list_extents(const AttentionLayer& layer, const AttentionBatch& batch, int num_threads);
 };
 
 // Runs on every rank of a region; `memory`: attention_scratch_floats() of this rank's own. No barrier at either end.

@@ -131,7 +131,7 @@ class Linear final : public Instruction {
     const bool logits = s_.out == kNone;
     float* out = logits ? frame.in->logits + frame.first * frame.in->logits_stride : frame.floats(s_.out, frame.first);
     const int64_t ldo = logits ? frame.in->logits_stride : frame.row_bytes(s_.out) / 4;
-    linear_run(team, {x, s_.weight, out, ldo, s_.accumulate, s_.gate, next_});
+    linear_run(team, {x, s_.weight, out, ldo, s_.accumulate, s_.gate, next_, frame.upcoming(team)});
   }
   const PackedLinear* weights() const override { return s_.weight; }
   void set_next_weights(const PackedLinear* next) override { next_ = next; }
@@ -187,6 +187,9 @@ class Attention final : public Instruction {
   explicit Attention(AttentionSpec spec) : s_(spec) {}
   bool whole_step() const override { return true; }
   const char* name() const override { return "attention"; }
+  std::optional<std::pair<const std::byte*, int>> reads() const override {
+    return std::pair{reinterpret_cast<const std::byte*>(s_.cache), s_.plan};
+  }
   std::vector<int> buffers() const override { return {s_.query, s_.out}; }
   void run(Team& team, const Frame& frame) const override {
     const Program& program = *frame.program;

@@ -27,6 +27,10 @@ float* Frame::scratch(const Team& team) const {
   return program->scratch_.as<float>() + team.rank() * program->scratch_floats_;
 }
 
+Upcoming* Frame::upcoming(const Team& team) const {
+  return &program->upcoming_[static_cast<size_t>(team.rank())];
+}
+
 Program::Program(int64_t max_tokens, int64_t max_logits, int64_t tile_rows)
     : max_tokens_(max_tokens), max_logits_(max_logits), tile_rows_(tile_rows) {
   if (max_tokens < 1 || max_logits < 1 || tile_rows < 1) {
@@ -168,12 +172,14 @@ void Program::prepare(const ProgramInputs& in, int threads) {
   }
   const size_t scratch_bytes = static_cast<size_t>(threads * scratch_floats_) * sizeof(float);
   if (scratch_.size() < scratch_bytes) scratch_ = Buffer(scratch_bytes);
+  upcoming_ = std::make_unique<Upcoming[]>(static_cast<size_t>(threads));
   const size_t local_bytes = static_cast<size_t>(threads * local_bytes_);
   if (locals_.size() < local_bytes) locals_ = Buffer(local_bytes);
 }
 
 void Program::run_segments(Team& team, const ProgramInputs& in) {
   const bool profiling = profiles(team);
+  look_ahead(team, 0);
   for (const Segment& segment : segments_) {
     const int64_t rows = segment.rows == RowKind::tokens ? in.num_tokens : in.num_logits;
     if (rows == 0) continue;
@@ -186,6 +192,7 @@ void Program::run_segments(Team& team, const ProgramInputs& in) {
     };
     if (!alone) {
       for (int64_t tile = 0; tile < tiles; ++tile) run_tile(team, segment, frame(tile, 0));
+      if (!segment.tiled) look_ahead(team, segment.end);
       continue;
     }
     team.for_each(tiles, [&](int64_t tile) {
@@ -196,6 +203,17 @@ void Program::run_segments(Team& team, const ProgramInputs& in) {
     team.barrier();
     if (profiling) seconds_[segment.end - 1] += std::chrono::duration<double>(Clock::now() - before).count();
   }
+}
+
+void Program::look_ahead(const Team& team, size_t from) {
+  Upcoming& upcoming = upcoming_[static_cast<size_t>(team.rank())];
+  for (size_t i = from; i < instructions_.size(); ++i) {
+    if (const auto reads = instructions_[i]->reads()) {
+      const std::vector<Extent>& extents = plan(reads->second).extents[static_cast<size_t>(team.rank())];
+      return upcoming.begin(reads->first, extents.data(), extents.size());
+    }
+  }
+  upcoming.begin(nullptr, nullptr, 0);
 }
 
 void Program::run_tile(Team& team, const Segment& segment, const Frame& frame) {

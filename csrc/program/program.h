@@ -13,6 +13,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "core/memory.h"
@@ -61,6 +63,7 @@ struct Frame {
   float* floats(int buffer, int64_t at) const { return reinterpret_cast<float*>(row(buffer, at)); }
   int64_t row_bytes(int buffer) const;
   float* scratch(const Team& team) const;  // this rank's, Program::scratch_floats long
+  Upcoming* upcoming(const Team& team) const;  // what this rank reads of the cache in the next attention
 };
 
 class Instruction {
@@ -78,6 +81,8 @@ class Instruction {
   // The weights it multiplies with, if it is a product; and those of the product after it, to be fetched ahead.
   virtual const PackedLinear* weights() const { return nullptr; }
   virtual void set_next_weights(const PackedLinear*) {}
+  // The cache that it reads, if it is an attention, and its plan's number.
+  virtual std::optional<std::pair<const std::byte*, int>> reads() const { return std::nullopt; }
 };
 
 class Program {
@@ -148,6 +153,8 @@ class Program {
   // Cuts the step's attention and finds memory for so many ranks.
   void prepare(const ProgramInputs& in, int threads);
   void run_segments(Team& team, const ProgramInputs& in);
+  // This rank's list of what the next attention at or after an instruction reads.
+  void look_ahead(const Team& team, size_t from);
   void run_tile(Team& team, const Segment& segment, const Frame& frame);
   bool profiles(const Team& team) const { return !seconds_.empty() && team.rank() == 0; }
   int64_t rows_of(const BufferInfo& buffer) const;
@@ -159,6 +166,7 @@ class Program {
   std::vector<std::unique_ptr<Instruction>> instructions_;
   std::vector<Segment> segments_;
   std::vector<PlanEntry> plans_;
+  std::unique_ptr<Upcoming[]> upcoming_;  // of each rank
   std::vector<double> seconds_;  // of each instruction; empty unless profiling
   int64_t local_bytes_ = 0;
   Buffer arena_, locals_, scratch_, partials_;
