@@ -25,6 +25,7 @@ from pagemill.kernels.ops import StepInputs
 from pagemill.params import SamplingParams
 from pagemill.sampling.picker import Picker, TorchPicker
 from pagemill.sampling.sampler import Sampler
+from pagemill.worker.backend import Computed
 from pagemill.worker.input_batch import InputBatch
 from pagemill.worker.model_runner import ModelRunner
 
@@ -47,9 +48,9 @@ class Nothing:
         ranks = torch.stack([torch.randperm(vocab, generator=generator) for _ in range(rows)])
         self.logits = -1.5 * torch.log1p(ranks.float())
 
-    def forward(self, inputs: StepInputs) -> torch.Tensor:
+    def forward(self, inputs: StepInputs) -> Computed:
         """The same every time; penalties, which change logits, are not measured here."""
-        return self.logits[: len(inputs.logits_rows)]
+        return Computed(self.logits[: len(inputs.logits_rows)])
 
     def copy_blocks(self, copies: list[BlockCopy]) -> None:
         """No memory, no blocks."""

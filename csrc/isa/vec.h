@@ -3,6 +3,7 @@
 //   kLanes            floats in a vector: 16 (avx512*), 8 (avx2, avxvnni), 4 (portable)
 //   F32, I32          vectors of kLanes floats / int32
 //   load, store, load_part, store_part, splat, fma, vmin, vmax, to_f32, round_i32, as_f32, as_i32, ...
+//   any_at_least      whether a >= b in any lane
 //   swap_lanes<D>     lane l from lane l ^ D
 //   + - * /           work on F32
 //   W8, dot8          unsigned 8-bit weights times signed 8-bit activations, 4 at a time, into int32 lanes, exactly

@@ -31,6 +31,7 @@ inline I32 splat_word(const void* p) {
 inline F32 fma(F32 a, F32 b, F32 c) { return _mm256_fmadd_ps(a, b, c); }
 inline F32 vmin(F32 a, F32 b) { return _mm256_min_ps(a, b); }
 inline F32 vmax(F32 a, F32 b) { return _mm256_max_ps(a, b); }
+inline bool any_at_least(F32 a, F32 b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ)) != 0; }
 inline F32 to_f32(I32 v) { return _mm256_cvtepi32_ps(v); }
 inline I32 round_i32(F32 v) { return _mm256_cvtps_epi32(v); }
 inline F32 as_f32(I32 v) { return _mm256_castsi256_ps(v); }

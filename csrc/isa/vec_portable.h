@@ -43,6 +43,11 @@ inline I32 splat_word(const void* p) {
 inline F32 fma(F32 a, F32 b, F32 c) { return a * b + c; }
 inline F32 vmin(F32 a, F32 b) { return a < b ? a : b; }
 inline F32 vmax(F32 a, F32 b) { return a > b ? a : b; }
+inline bool any_at_least(F32 a, F32 b) {
+  bool any = false;
+  for (int lane = 0; lane < kLanes; ++lane) any = any || a[lane] >= b[lane];
+  return any;
+}
 inline F32 to_f32(I32 v) { return __builtin_convertvector(v, F32); }
 // Round to nearest even, for |v| < 2^22.
 inline I32 round_i32(F32 v) {

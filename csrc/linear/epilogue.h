@@ -38,6 +38,51 @@ inline void store_row(float* out, const float* row, int64_t columns, bool accumu
   }
 }
 
+// The outputs of the packed columns from `column` on, of which `sums` and `scale` are; K as in finish_tile.
+template <class K>
+inline F32 column_value(const K& kind, const float* sums, const float* scale, const float* bias, int64_t column) {
+  F32 v = kind.value(load(sums));
+  if constexpr (K::kColumnScale) v = v * load(scale);
+  return bias != nullptr ? v + load(bias + column) : v;
+}
+
+// Takes a panel's row of logits into what is known of the row; `step`: of its first sixteen columns.
+inline void look(RowBest& best, const float* row, float step) {
+  bool any = false;
+  for (int c = 0; c < kPanel; c += kLanes) {
+    const F32 v = load(row + c);
+    any |= any_at_least(v, load(best.value + c % 16));
+    store(best.sound + c % 16, fma(v, zero_f32(), load(best.sound + c % 16)));
+  }
+  if (!any) return;  // the rule, after a few panels
+  for (int half = 0; half < kPanel / 16; ++half) {
+    const float here = step + static_cast<float>(half);
+    for (int lane = 0; lane < 16; ++lane) {  // a rank that helps another goes back, so that equals may come in any order
+      const float v = row[half * 16 + lane];
+      const bool better = v > best.value[lane] || (v == best.value[lane] && here < best.step[lane]);
+      best.value[lane] = better ? v : best.value[lane];
+      best.step[lane] = better ? here : best.step[lane];
+    }
+  }
+}
+
+// As finish_tile, for logits.
+template <class K>
+void finish_logits(const LinearArgs& args, float* tile, int64_t first, int rows, int64_t column) {
+  const PackedLinear& w = *args.w;
+  const float* scale = w.column_scale.as<float>() + column;
+  const float* bias = w.bias_or_null();
+  const int64_t columns = w.n - column < kPanel ? w.n - column : kPanel;
+  for (int64_t i = first; i < first + rows; ++i) {
+    float* row = tile + (i - first) * kPanel;
+    const K kind(args.x.row(i));
+    for (int c = 0; c < kPanel; c += kLanes) store(row + c, column_value(kind, row + c, scale + c, bias, column + c));
+    if (args.kept[i]) store_row(args.out + i * args.ldo + column, row, columns, false);
+    for (int64_t c = columns; c < kPanel; ++c) row[c] = row[0];  // never better than column 0
+    look(args.best[i], row, static_cast<float>(column / 16));
+  }
+}
+
 // Turns the raw sums of `rows` rows of x, from `first` on, and of the panel at packed column `column` into outputs.
 // K says how: K::value(sums, row_of_x) without the column's scale; kColumnScale whether there is one.
 template <class K>
@@ -55,11 +100,7 @@ void finish_tile(const LinearArgs& args, float* tile, int64_t first, int rows, i
     float* out = args.out + (first + r) * args.ldo + out_column;
     float* to = direct ? out : row;
     const K kind(args.x.row(first + r));
-    const auto value = [&](int c) {
-      F32 v = kind.value(load(row + c));
-      if constexpr (K::kColumnScale) v = v * load(scale + c);
-      return bias != nullptr ? v + load(bias + column + c) : v;
-    };
+    const auto value = [&](int c) { return column_value(kind, row + c, scale + c, bias, column + c); };
     if (w.gated) {
       if (args.gate == Gate::silu) {
         gate_row(to, value, [](F32 x) { return silu_f32(x); });

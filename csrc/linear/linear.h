@@ -116,6 +116,13 @@ ActKind activation_kind(const PackedLinear& w);
 
 enum class Gate : uint8_t { silu, gelu_tanh };
 
+// What a rank knows of a row of logits: of the columns c with c % 16 = lane that it has computed, the highest and its
+// step c / 16, the lowest of equals; and 0, or NaN once one was not finite.
+struct RowBest {
+  alignas(64) float value[16];
+  float step[16], sound[16];
+};
+
 struct LinearArgs {
   Activation x;                     // [M, K], of activation_kind(*w)
   const PackedLinear* w = nullptr;  // its bias, if any, is added
@@ -124,6 +131,8 @@ struct LinearArgs {
   bool accumulate = false;          // add into out (the residual stream) instead of storing
   Gate gate = Gate::silu;           // when w is gated
   const PackedLinear* next = nullptr;  // the product after this one, if known: each rank fetches its first weights ahead
+  RowBest* best = nullptr;             // [M] this rank's, to be updated; then neither gated nor accumulating
+  const bool* kept = nullptr;          // [M] with `best`: whether the row is also stored
   Upcoming* upcoming = nullptr;        // what this rank reads of the KV cache afterwards, if known: fetched along
 };
 

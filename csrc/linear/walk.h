@@ -62,7 +62,11 @@ void walk(Team& team, const LinearArgs& args, SumPanel sum, int tile_rows, int64
       const int height = static_cast<int>(to - from);
       fetch.put(args.upcoming, ahead);
       sum(w, x.row(from) + act_offset, x.row_bytes, height, panel, ahead, tile);
-      finish_tile<Finish>(args, tile, from, height, panel * kPanel);
+      if (args.best != nullptr) {
+        finish_logits<Finish>(args, tile, from, height, panel * kPanel);
+      } else {
+        finish_tile<Finish>(args, tile, from, height, panel * kPanel);
+      }
       ahead.data += w.panel_bytes / tiles;
     }
   });

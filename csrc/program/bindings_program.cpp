@@ -92,12 +92,14 @@ void rows(BoundProgram& p, int source, int64_t columns, const OptionalVec& norm,
 }
 
 void linear(BoundProgram& p, int act, const PackedLinear& weight, int out, bool accumulate, const std::string& gate,
-            bool logits) {
+            bool logits, bool find_best) {
   check(gate == "silu" || gate == "gelu_tanh", "gate must be silu or gelu_tanh");
   check(out != kNone || logits, "only the logits are written outside the arena");
+  check(!find_best || (out == kNone && !weight.gated), "the best is found among the logits");
+  const int64_t tile = std::min(p.tile_rows(), p.max_logits());
   p.append(make_linear({logits ? RowKind::logits : RowKind::tokens, act, activation_kind(weight), &weight, out,
-                        accumulate, gate == "silu" ? Gate::silu : Gate::gelu_tanh}),
-           0);
+                        find_best, accumulate, gate == "silu" ? Gate::silu : Gate::gelu_tanh}),
+           find_best ? tile * static_cast<int64_t>(sizeof(RowBest) / sizeof(float)) : 0);
 }
 
 void add(BoundProgram& p, int out, int y, int64_t columns, float scale, bool logits) {
@@ -217,7 +219,8 @@ void check_inputs(const BoundProgram& p, const ProgramInputs& in) {
 void run(BoundProgram& p, Vec<const int32_t> token_ids, Vec<const int32_t> positions, Vec<const int32_t> query_start,
          Vec<const int32_t> context_lens, const std::vector<Vec<const int32_t>>& slot_mapping,
          const std::vector<Mat<const int32_t>>& block_tables, Vec<const int32_t> logits_rows,
-         nb::ndarray<float, nb::ndim<2>, nb::device::cpu> logits) {
+         nb::ndarray<float, nb::ndim<2>, nb::device::cpu> logits, Vec<const bool> logits_kept, Vec<int64_t> best,
+         Vec<float> highest, Vec<bool> finite) {
   ProgramInputs in;
   in.num_tokens = static_cast<int64_t>(token_ids.shape(0));
   in.num_requests = static_cast<int>(context_lens.shape(0));
@@ -230,6 +233,13 @@ void run(BoundProgram& p, Vec<const int32_t> token_ids, Vec<const int32_t> posit
   check(logits.stride(1) == 1, "the logits of a row must lie side by side");
   in.logits = logits.data();
   in.logits_stride = logits.stride(0);
+  in.logits_kept = logits_kept.data();
+  in.best = best.data();
+  in.highest = highest.data();
+  in.finite = finite.data();
+  const size_t rows = logits_rows.shape(0);
+  check(logits_kept.shape(0) == rows && best.shape(0) == rows && highest.shape(0) == rows && finite.shape(0) == rows,
+        "logits_kept, best, highest and finite must be as long as logits_rows");
   check(positions.shape(0) == token_ids.shape(0), "positions and token_ids differ in length");
   check(query_start.shape(0) == context_lens.shape(0) + 1, "query_start needs one entry more than context_lens");
   check(logits.shape(0) >= logits_rows.shape(0), "logits has fewer rows than logits_rows");
@@ -273,7 +283,7 @@ void register_program(nb::module_& m) {
       .def("layer_norm", &layer_norm, "source"_a, "out"_a, "weight"_a, "bias"_a, "eps"_a, "logits"_a = false)
       .def("activate", &activate, "buffer"_a, "columns"_a, "name"_a, "logits"_a = false)
       .def("linear", &linear, "act"_a, "weight"_a, "out"_a, nb::kw_only(), "accumulate"_a = false, "gate"_a = "silu",
-           "logits"_a = false, nb::keep_alive<1, 3>())
+           "logits"_a = false, "find_best"_a = false, nb::keep_alive<1, 3>())
       .def("add", &add, "out"_a, "y"_a, "columns"_a, "scale"_a, "logits"_a = false)
       .def("rope", &rope, "qkv"_a, "layer"_a, "cache"_a, "group"_a, "table"_a.none(), nb::kw_only(),
            "interleaved"_a = false, "q_norm"_a = nb::none(), "k_norm"_a = nb::none(), "eps"_a = 0.0f)
@@ -285,7 +295,7 @@ void register_program(nb::module_& m) {
            "down_hadamard"_a = 0, "gate"_a = "silu", "logits"_a = false, nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>())
       .def("finish", &BoundProgram::finish)
       .def("run", &run, "token_ids"_a, "positions"_a, "query_start"_a, "context_lens"_a, "slot_mapping"_a,
-           "block_tables"_a, "logits_rows"_a, "logits"_a)
+           "block_tables"_a, "logits_rows"_a, "logits"_a, "logits_kept"_a, "best"_a, "highest"_a, "finite"_a)
       .def("set_profiling", &BoundProgram::set_profiling, "on"_a)
       .def("timings", [](const BoundProgram& p) {
              std::vector<std::pair<std::string, double>> result;

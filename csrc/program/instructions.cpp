@@ -1,10 +1,12 @@
 #include "program/instructions.h"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "linear/pack.h"
 #include "linear/table.h"
+#include "sampling/sampling.h"
 
 namespace pm {
 namespace {
@@ -118,6 +120,33 @@ class Rows final : public Instruction {
   RowsSpec s_;
 };
 
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
+
+constexpr RowBest nothing_known() {
+  RowBest best{};
+  for (float& value : best.value) value = kLowest;
+  return best;
+}
+constexpr RowBest kNothingKnown = nothing_known();
+
+// Adds what one rank knows of a row.
+void take(const RowBest& best, RowExtremes& found) {
+  for (int lane = 0; lane < 16; ++lane) {
+    const int64_t id = static_cast<int64_t>(best.step[lane]) * 16 + lane;
+    if (best.value[lane] > found.highest || (best.value[lane] == found.highest && id < found.best)) {
+      found.best = id;
+      found.highest = best.value[lane];
+    }
+    found.finite = found.finite && best.sound[lane] == 0;
+  }
+}
+
+void tell(const ProgramInputs& in, int64_t row, const RowExtremes& found) {
+  in.best[row] = found.best;
+  in.highest[row] = found.highest;
+  in.finite[row] = found.finite;
+}
+
 class Linear final : public Instruction {
  public:
   explicit Linear(LinearSpec spec) : s_(spec) {}
@@ -127,16 +156,36 @@ class Linear final : public Instruction {
     return s_.out == kNone ? std::vector<int>{s_.act} : std::vector<int>{s_.act, s_.out};
   }
   void run(Team& team, const Frame& frame) const override {
+    const ProgramInputs& in = *frame.in;
     const Activation x{s_.kind, frame.count, s_.weight->k, frame.row_bytes(s_.act), frame.row(s_.act, frame.first)};
-    const bool logits = s_.out == kNone;
-    float* out = logits ? frame.in->logits + frame.first * frame.in->logits_stride : frame.floats(s_.out, frame.first);
-    const int64_t ldo = logits ? frame.in->logits_stride : frame.row_bytes(s_.out) / 4;
-    linear_run(team, {x, s_.weight, out, ldo, s_.accumulate, s_.gate, next_, frame.upcoming(team)});
+    LinearArgs args{.x = x, .w = s_.weight, .gate = s_.gate, .next = next_, .upcoming = frame.upcoming(team)};
+    if (s_.out != kNone) {
+      args.out = frame.floats(s_.out, frame.first);
+      args.ldo = frame.row_bytes(s_.out) / 4;
+      args.accumulate = s_.accumulate;
+      return linear_run(team, args);
+    }
+    args.out = in.logits + frame.first * in.logits_stride;
+    args.ldo = in.logits_stride;
+    if (!s_.find_best) return linear_run(team, args);
+    args.best = row_bests(frame, team.rank());
+    args.kept = in.logits_kept + frame.first;
+    std::fill(args.best, args.best + frame.count, kNothingKnown);
+    linear_run(team, args);
+    team.barrier();
+    for_rows(team, frame, [&](int64_t row) {
+      RowExtremes found{0, kLowest, true};
+      const int first = team.size() == 1 ? team.rank() : 0;
+      for (int rank = first; rank < first + team.size(); ++rank) take(row_bests(frame, rank)[row - frame.first], found);
+      tell(in, row, found);
+    });
   }
   const PackedLinear* weights() const override { return s_.weight; }
   void set_next_weights(const PackedLinear* next) override { next_ = next; }
 
  private:
+  static RowBest* row_bests(const Frame& frame, int rank) { return reinterpret_cast<RowBest*>(frame.scratch(rank)); }
+
   LinearSpec s_;
   const PackedLinear* next_ = nullptr;
 };
@@ -216,7 +265,9 @@ class ScaleSoftcap final : public Instruction {
   std::vector<int> buffers() const override { return {}; }
   void run(Team& team, const Frame& frame) const override {
     for_rows(team, frame, [&](int64_t row) {
-      pick_rows().scale_softcap(frame.in->logits + row * frame.in->logits_stride, s_.columns, s_.scale, s_.softcap);
+      float* logits = frame.in->logits + row * frame.in->logits_stride;
+      pick_rows().scale_softcap(logits, s_.columns, s_.scale, s_.softcap);
+      tell(*frame.in, row, pick_sampling().extremes(logits, s_.columns, nullptr));
     });
   }
 

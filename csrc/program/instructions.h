@@ -64,6 +64,7 @@ struct LinearSpec {
   ActKind kind = ActKind::f32;
   const PackedLinear* weight = nullptr;
   int out = kNone;  // kNone: the step's logits
+  bool find_best = false;  // of the logits, as they are computed; else an instruction after this one tells
   bool accumulate = false;
   Gate gate = Gate::silu;
 };
@@ -92,6 +93,7 @@ struct AttentionSpec {
   int out;
 };
 
+// Logits in place, and the best of each row.
 struct LogitsSpec {
   int64_t columns;
   float scale, softcap;

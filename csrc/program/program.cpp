@@ -23,9 +23,7 @@ std::byte* Frame::row(int buffer, int64_t at) const {
 
 int64_t Frame::row_bytes(int buffer) const { return program->buffers_[static_cast<size_t>(buffer)].row_bytes; }
 
-float* Frame::scratch(const Team& team) const {
-  return program->scratch_.as<float>() + team.rank() * program->scratch_floats_;
-}
+float* Frame::scratch(int rank) const { return program->scratch_.as<float>() + rank * program->scratch_floats_; }
 
 Upcoming* Frame::upcoming(const Team& team) const {
   return &program->upcoming_[static_cast<size_t>(team.rank())];

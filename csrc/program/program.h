@@ -45,6 +45,11 @@ struct ProgramInputs {
   std::vector<GroupInputs> groups;
   float* logits = nullptr;  // [num_logits][vocabulary], rows logits_stride floats apart
   int64_t logits_stride = 0;
+  const bool* logits_kept = nullptr;  // [num_logits] false: only the following is wanted, the row may stay as it is
+  // Of each row of logits: the lowest id of the highest, that logit, and whether all are finite.
+  int64_t* best = nullptr;
+  float* highest = nullptr;
+  bool* finite = nullptr;
 };
 
 // Which rows a buffer has, and which an instruction runs over.
@@ -62,7 +67,8 @@ struct Frame {
   std::byte* row(int buffer, int64_t row) const;
   float* floats(int buffer, int64_t at) const { return reinterpret_cast<float*>(row(buffer, at)); }
   int64_t row_bytes(int buffer) const;
-  float* scratch(const Team& team) const;  // this rank's, Program::scratch_floats long
+  float* scratch(int rank) const;  // Program::scratch_floats long
+  float* scratch(const Team& team) const { return scratch(team.rank()); }
   Upcoming* upcoming(const Team& team) const;  // what this rank reads of the cache in the next attention
 };
 

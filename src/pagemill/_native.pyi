@@ -292,8 +292,9 @@ class Program:
         accumulate: bool = False,
         gate: str = "silu",
         logits: bool = False,
+        find_best: bool = False,
     ) -> None:
-        """A matrix product; ``out`` -1 is the step's logits."""
+        """A matrix product; ``out`` -1 is the step's logits, whose best are found on the way with ``find_best``."""
 
     def add(self, out: int, y: int, columns: int, scale: float, logits: bool = False) -> None:
         """out += scale * y."""
@@ -317,7 +318,7 @@ class Program:
         """attention(); the query rows may be those of the fused projection."""
 
     def scale_softcap(self, columns: int, scale: float, softcap: float) -> None:
-        """Of the logits."""
+        """Of the logits; finds the best of each row afterwards."""
 
     def moe(
         self,
@@ -348,8 +349,15 @@ class Program:
         block_tables: list[Array],
         logits_rows: Array,
         logits: Array,
+        logits_kept: Array,
+        best: Array,
+        highest: Array,
+        finite: Array,
     ) -> None:
-        """One step; arrays as in kernels.ops.StepInputs, logits float32 [>= L, V]. ValueError for any wild index."""
+        """One step; arrays as in kernels.ops.StepInputs, logits float32 [>= L, V]. ValueError for any wild index.
+
+        If the program ends in logits: best int64 [L], highest float32 [L] and finite bool [L] as in row_extremes().
+        """
 
     def set_profiling(self, on: bool) -> None:
         """While on, run() adds up what each instruction takes; turning it on sets all to 0."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from pagemill.models.checkpoint import open_checkpoint
 from pagemill.models.decoder import Decoder
 from pagemill.models.loader import load_model
 from pagemill.models.sources import resolve_source
+from pagemill.sampling.native import NativePicker, empty_extremes
+from pagemill.sampling.picker import Extremes
 from pagemill.worker.native import NativeBackend
 from tests.models.tiny import FAMILIES, VOCAB_SIZE, tiny_checkpoint
 from tests.models.tiny_bert import tiny_bert, tiny_cross_encoder
@@ -115,8 +118,55 @@ def test_every_family_equals_the_reference(isa: str, family: str, decoder_of: Ca
     ]
     for i, new in enumerate(steps):
         inputs = rows.inputs(new, "all" if i % 2 else "last")
-        got = rows.native.forward(inputs)
+        got, extremes = rows.native.forward(inputs)
         torch.testing.assert_close(got, rows.reference(inputs), atol=2e-4, rtol=1e-3)
+        same_extremes(extremes, NativePicker().best(got))
+
+
+def same_extremes(got: Extremes | None, want: Extremes) -> None:
+    assert got is not None
+    for mine, other in zip(got, want, strict=True):
+        assert mine.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16", "int8"])
+@pytest.mark.parametrize("num_rows", [1, 13, 64])
+def test_the_best_is_found_as_logits_are_computed(isa: str, kind: Any, num_rows: int, threads: None) -> None:
+    """Small integers, so that many logits are equal; a vocabulary that ends within a panel; a row of infinities."""
+    vocab, width = 1003, 8
+    draw = torch.Generator().manual_seed(num_rows)
+    table = torch.randint(-2, 3, (vocab, width), generator=draw).float()
+    table[0] = 2.0
+    ids = torch.randint(1, vocab, (num_rows,), generator=draw, dtype=torch.int32)
+    embedding, head = _native.PackedLinear("f32", vocab, width), _native.PackedLinear(kind, vocab, width)
+    head.write_floats(0, table)
+    if num_rows > 1:
+        ids[-1] = 7
+        table[7, 3] = torch.inf
+    embedding.write_floats(0, table)
+    program = _native.Program(64, 64, 16)
+    x, act = program.floats(width, logits=True), program.activation(head, logits=True)
+    program.embed(embedding, 1.0, states := program.floats(width))
+    program.rows(states, width, out=x, act=act, weight=head, gather=True, logits=True)
+    program.linear(act, head, -1, logits=True, find_best=True)
+    program.finish()
+    ints = torch.arange(num_rows + 1, dtype=torch.int32)
+
+    def run(kept: torch.Tensor, logits: torch.Tensor) -> Extremes:
+        found = empty_extremes(num_rows)
+        program.run(ids, ints[:-1], ints, ints[1:], [], [], ints[:-1], logits, kept, *found)
+        return found
+
+    whole = torch.empty(64, vocab)
+    for count in (1, 2, 4):
+        _native.set_num_threads(count)
+        same_extremes(run(torch.ones(num_rows, dtype=torch.bool), whole), NativePicker().best(whole[:num_rows]))
+        kept = torch.arange(num_rows) % 3 == 1
+        some = torch.full((64, vocab), -7.0)
+        same_extremes(run(kept, some), NativePicker().best(whole[:num_rows]))
+        assert torch.equal(some[:num_rows][kept].nan_to_num(), whole[:num_rows][kept].nan_to_num())
+        some[:num_rows][kept] = -7.0
+        assert (some == -7.0).all()
 
 
 def test_an_int8_cache_is_near_the_reference(isa: str, decoder_of: Callable[[str], Decoder]) -> None:
@@ -125,7 +175,7 @@ def test_an_int8_cache_is_near_the_reference(isa: str, decoder_of: Callable[[str
     for new in ({0: tokens(37, 1), 1: tokens(3, 2)}, {0: tokens(1, 3), 1: tokens(40, 4)}):
         inputs = rows.inputs(new)
         want = rows.reference(inputs)
-        assert torch.linalg.norm(rows.native.forward(inputs) - want) < 0.05 * torch.linalg.norm(want)
+        assert torch.linalg.norm(rows.native.forward(inputs).rows - want) < 0.05 * torch.linalg.norm(want)
 
 
 @pytest.mark.parametrize("kv", [torch.bfloat16, torch.float32, torch.int8], ids=["bf16", "f32", "i8"])
@@ -144,7 +194,7 @@ def test_bytes_do_not_depend_on_load(
             new = {row: tokens(1 + row % 3, row + at) for row in range(1, 1 + others) if rows.lengths[row] < 100}
             new[0] = ids[at : at + chunk]
             inputs = rows.inputs(new)
-            got.append(rows.native.forward(inputs)[-len(new[0]) :].clone())
+            got.append(rows.native.forward(inputs).rows[-len(new[0]) :].clone())
         return torch.cat(got)
 
     alone = run(100, 1, 0)
@@ -159,7 +209,7 @@ def test_another_engine_may_change_the_number_of_threads_meanwhile(
     rows = Rows(decoder_of("llama"), 2)
     rows.native.forward(rows.inputs({0: tokens(100, 1), 1: tokens(30, 2)}))
     last = rows.inputs({0: tokens(1, 3), 1: tokens(20, 4)})
-    want = rows.native.forward(last).clone()
+    want = rows.native.forward(last).rows.clone()
     over = threading.Event()
 
     def change() -> None:
@@ -170,7 +220,7 @@ def test_another_engine_may_change_the_number_of_threads_meanwhile(
     other = threading.Thread(target=change)
     other.start()
     try:
-        assert all(torch.equal(rows.native.forward(last), want) for _ in range(200))
+        assert all(torch.equal(rows.native.forward(last).rows, want) for _ in range(200))
     finally:
         over.set()
         other.join()
@@ -189,7 +239,7 @@ def test_an_encoder_equals_the_reference(isa: str, make: Callable[[Path], Path],
         )
         if wanted == "first":
             inputs.logits_rows = inputs.query_start[:-1].clone()
-        got = rows.native.forward(inputs)
+        got = rows.native.forward(inputs).rows
         torch.testing.assert_close(got, rows.reference(inputs), atol=1e-4, rtol=1e-4)
 
 
@@ -198,9 +248,9 @@ def test_a_step_without_logits_only_writes_the_cache(decoder_of: Callable[[str],
     first = rows.inputs({0: tokens(30, 8)}, "last")
     rows.reference(first)
     first.logits_rows = first.logits_rows[:0]
-    assert rows.native.forward(first).shape == (0, VOCAB_SIZE)
+    assert rows.native.forward(first).rows.shape == (0, VOCAB_SIZE)
     then = rows.inputs({0: tokens(1, 9)})
-    torch.testing.assert_close(rows.native.forward(then), rows.reference(then), atol=2e-4, rtol=1e-3)
+    torch.testing.assert_close(rows.native.forward(then).rows, rows.reference(then), atol=2e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,42 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
     assert one(request(temperature=0), ramp(t5=2.0, t9=2.0)) == 5
 
 
+def test_rows_that_want_their_best_token_alone_need_no_logits() -> None:
+    """Every kind that wants more says so; the rest may hold anything, here the highest of all at the wrong place."""
+    plain = {"temperature": 0.0}
+    requests = [
+        request(**plain),
+        request(temperature=1.0),
+        request(**plain, logprobs=2),
+        request(**plain, logprobs=0, logprob_token_ids=[3, 4]),
+        request(**plain, repetition_penalty=1.3),
+        request(eos=(9,), min_tokens=2, **plain),
+        request(**plain, structured_outputs={"regex": "a+"}),
+        request(**plain),
+    ]
+    logits = torch.randn(len(requests), VOCAB, generator=torch.Generator().manual_seed(1))
+    logits[7, 2] = torch.nan
+    mask = np.full((len(requests), -(-VOCAB // 32)), -1, np.int32)
+    mask[6, 0] = 1 << 20
+    rows, positions = np.arange(len(requests)), np.full(len(requests), 3)
+    found: list[Sampled] = []
+    for told in (False, True):
+        sampler = Sampler(len(requests), VOCAB)
+        for row, entry in enumerate(requests):
+            sampler.add(row, entry)
+        read, given = sampler.reads(rows), logits.clone()
+        assert read.tolist() == [False, *[True] * 6, False]
+        extremes = TorchPicker().best(given) if told else None
+        if told:
+            given[~torch.from_numpy(read)] = 1e30 * torch.arange(VOCAB)
+        found.append(sampler.sample(given, rows, positions, Masked(mask), extremes))
+    want, got = found
+    assert got.non_finite.tolist() == want.non_finite.tolist() == [False] * 7 + [True]
+    assert got.token_ids[:7].tolist() == want.token_ids[:7].tolist()
+    assert got.token_ids[6] == 20
+    assert got.logprobs == want.logprobs
+
+
 @pytest.mark.parametrize("temperature", [1e-6, 1e-5, 1e-4])
 def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     assert one(request(temperature=temperature), ramp(t5=500.0, t9=499.0)) == 5

@@ -14,7 +14,9 @@ import torch
 from pagemill.core.messages import BlockCopy, NewRow, SchedulerOutput
 from pagemill.kernels.ops import StepInputs
 from pagemill.params import SamplingParams
+from pagemill.sampling.picker import TorchPicker
 from pagemill.sampling.sampler import Sampler
+from pagemill.worker.backend import Computed
 from pagemill.worker.input_batch import InputBatch
 from pagemill.worker.model_runner import ModelRunner
 from tests.sampling.masks import Masked
@@ -52,7 +54,8 @@ class FakeBackend:
         self.batches: list[list[int]] = []
         """Tokens of each row, per forward pass."""
 
-    def forward(self, inputs: StepInputs) -> torch.Tensor:
+    def forward(self, inputs: StepInputs) -> Computed:
+        """Tells the extremes, and leaves rubbish where nothing else is wanted."""
         starts, lengths = inputs.query_start.tolist(), inputs.context_lens.tolist()
         self.batches.append(np.diff(starts).tolist())
         for group, slots in enumerate(inputs.slot_mapping):
@@ -70,7 +73,10 @@ class FakeBackend:
                 logits[out, next_token(context)] += 4.0
             if context[-1] in self.poisoned:
                 logits[out, 3] = torch.nan
-        return logits
+        extremes = TorchPicker().best(logits)
+        if inputs.logits_kept is not None:
+            logits[~inputs.logits_kept] = torch.arange(VOCAB) * 1e30
+        return Computed(logits, extremes)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         size = self.block_size

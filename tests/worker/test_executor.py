@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from pagemill.config import EngineConfig
 from pagemill.core.messages import EngineRequest
 from pagemill.errors import ConfigError, EngineError, MemoryPlanError
+from pagemill.kernels.ops import StepInputs
+from pagemill.worker.backend import Computed
 from pagemill.worker.executor import InprocExecutor
 from tests.models.tiny import VOCAB_SIZE, tiny_checkpoint
 from tests.worker.serving import Answer, request, serve
@@ -150,12 +151,14 @@ def test_a_poisoned_weight_fails_its_requests_not_the_engine(folder: Path) -> No
     backend = executor._running.backend
     original = backend.forward
 
-    def poisoned(inputs: object) -> torch.Tensor:
-        logits = original(inputs)  # type: ignore[arg-type]
-        logits[0, 0] = math.nan  # the first row's
-        return logits
+    def poisoned(inputs: StepInputs) -> Computed:
+        computed = original(inputs)
+        computed.rows[0, 0] = math.nan  # the first row's
+        if computed.extremes is not None:
+            computed.extremes.finite[0] = False
+        return computed
 
-    backend.forward = poisoned  # type: ignore[method-assign, assignment]
+    backend.forward = poisoned  # type: ignore[method-assign]
     answers, _ = serve(executor, [request("bad", [5, 6, 7]), request("good", [5, 6])], caching=False)
     assert answers["bad"].finish_reason == "error"
     assert answers["bad"].error

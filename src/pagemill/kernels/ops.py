@@ -36,6 +36,8 @@ class StepInputs:
     slot_mapping: list[torch.Tensor]  # per group [N]: block_id * block_size + offset
     block_tables: list[torch.Tensor]  # per group [R, max_blocks]; entries behind a window may be -1
     logits_rows: torch.Tensor  # [L] which of the N tokens need logits
+    logits_kept: torch.Tensor | None = None
+    """bool [L]: of which of them more is wanted than the best token, so that they must be stored; None: of all."""
 
 
 class LinearWeight(Protocol):

@@ -7,12 +7,17 @@ import torch
 from numpy.typing import NDArray
 
 from pagemill import _native
-from pagemill.sampling.picker import RowLogprobs
+from pagemill.sampling.picker import Extremes, RowLogprobs
 from pagemill.sampling.table import SamplingTable
 
-__all__ = ["NativePicker"]
+__all__ = ["NativePicker", "empty_extremes"]
 
 Rows = NDArray[np.int64]
+
+
+def empty_extremes(rows: int) -> Extremes:
+    """To be filled in by a native call."""
+    return Extremes(np.empty(rows, np.int64), np.empty(rows, np.float32), np.empty(rows, np.bool_))
 
 
 class NativePicker:
@@ -20,12 +25,11 @@ class NativePicker:
 
     name = "native"
 
-    def best(self, logits: torch.Tensor) -> tuple[Rows, NDArray[np.float32], NDArray[np.bool_]]:
-        """Best token, its logit and finiteness in one pass."""
-        rows = len(logits)
-        best, highest, finite = np.empty(rows, np.int64), np.empty(rows, np.float32), np.empty(rows, np.bool_)
-        _native.row_extremes(logits, best, highest, finite)
-        return best, highest, finite
+    def best(self, logits: torch.Tensor) -> Extremes:
+        """In one pass."""
+        found = empty_extremes(len(logits))
+        _native.row_extremes(logits, *found)
+        return found
 
     def best_allowed(
         self, logits: torch.Tensor, index: Rows, mask: NDArray[np.int32]

@@ -16,11 +16,23 @@ from numpy.typing import NDArray
 from pagemill.sampling.noise import uniforms
 from pagemill.sampling.table import SamplingTable
 
-__all__ = ["Picker", "RowLogprobs", "TorchPicker", "filtered"]
+__all__ = ["Extremes", "Picker", "RowLogprobs", "TorchPicker", "filtered"]
 
 Rows = NDArray[np.int64]
 _FIRST_TOP_P = 256
 """Candidates sorted first for top_p; eight times as many while they do not hold enough mass."""
+
+
+class Extremes(NamedTuple):
+    """What is asked first of rows of logits [R, V]."""
+
+    best: Rows  # [R] the lowest id of the highest logit
+    highest: NDArray[np.float32]  # [R] that logit
+    finite: NDArray[np.bool_]  # [R] whether all of the row are
+
+    def first(self, count: int) -> Extremes:
+        """Of the first rows."""
+        return Extremes(self.best[:count], self.highest[:count], self.finite[:count])
 
 
 class RowLogprobs(NamedTuple):
@@ -37,8 +49,8 @@ class Picker(Protocol):
 
     name: str
 
-    def best(self, logits: torch.Tensor) -> tuple[Rows, NDArray[np.float32], NDArray[np.bool_]]:
-        """Of each row of logits float32 [R, V]: the lowest id of the highest logit, that logit, all finite or not."""
+    def best(self, logits: torch.Tensor) -> Extremes:
+        """Of each row of logits float32 [R, V]."""
 
     def best_allowed(
         self, logits: torch.Tensor, index: Rows, mask: NDArray[np.int32]
@@ -66,7 +78,7 @@ class TorchPicker:
 
     name = "torch"
 
-    def best(self, logits: torch.Tensor) -> tuple[Rows, NDArray[np.float32], NDArray[np.bool_]]:
+    def best(self, logits: torch.Tensor) -> Extremes:
         """numpy's argmax on a CPU (several times faster than torch's there), torch's elsewhere."""
         if logits.device.type == "cpu":
             values: NDArray[np.float32] = logits.numpy()
@@ -75,7 +87,7 @@ class TorchPicker:
         else:
             low, high = torch.aminmax(logits, dim=-1)
             best, lowest, highest = (part.cpu().numpy() for part in (logits.argmax(dim=-1), low, high))
-        return best, highest, np.isfinite(lowest) & np.isfinite(highest)
+        return Extremes(best, highest, np.isfinite(lowest) & np.isfinite(highest))
 
     def best_allowed(
         self, logits: torch.Tensor, index: Rows, mask: NDArray[np.int32]

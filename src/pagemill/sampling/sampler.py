@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pagemill.params import LOGPROBS_MODES
 from pagemill.sampling.constraints import Constraints
 from pagemill.sampling.logprobs import TokenLogprobs, token_logprobs
-from pagemill.sampling.picker import Picker, TorchPicker, filtered
+from pagemill.sampling.picker import Extremes, Picker, TorchPicker, filtered
 from pagemill.sampling.processors import LogitsProcessor, default_processors
 from pagemill.sampling.table import RowRequest, SamplingTable
 
@@ -90,17 +90,30 @@ class Sampler:
                 processor.remove(row)
             self._processed[row] = False
 
+    def reads(self, rows: Rows) -> NDArray[np.bool_]:
+        """Which rows want more of their logits than the best. The others' need not be there when they are sampled."""
+        table = self.table
+        wanted: NDArray[np.bool_] = (
+            ~table.greedy[rows] | (table.num_logprobs[rows] >= 0) | table.constrained[rows] | self._processed[rows]
+        )
+        return wanted
+
     def sample(
-        self, logits: torch.Tensor, rows: Rows, positions: Rows, constraints: Constraints | None = None
+        self,
+        logits: torch.Tensor,
+        rows: Rows,
+        positions: Rows,
+        constraints: Constraints | None = None,
+        extremes: Extremes | None = None,
     ) -> Sampled:
         """One token for each row of logits float32 [R, V], which are overwritten.
 
         ``rows`` [R]: permanent rows; ``positions`` [R]: index in its sequence of the token to draw; ``constraints``:
-        what grammars allow the R rows.
+        what grammars allow the R rows; ``extremes``: of the logits, if known.
         """
         asked = np.flatnonzero(self.table.num_logprobs[rows] >= 0)
         drawn = np.flatnonzero(~self.table.greedy[rows])
-        tokens, _, finite = self._picker.best(logits)
+        tokens, _, finite = self._picker.best(logits) if extremes is None else extremes
         non_finite = ~finite
         if non_finite.any():
             logits[torch.from_numpy(non_finite).to(logits.device)] = 0.0
@@ -108,11 +121,13 @@ class Sampler:
         plain, late = asked[~processed], asked[processed]
         bound = self._bound(constraints, rows, late, tokens)
         raw = self._raw(logits, rows, plain, len(bound.written) > 0 and len(plain) > 0)
-        if self._change(logits, rows, bound):
-            tokens, highest, _ = self._picker.best(logits)
-            nothing = np.isneginf(highest)  # every token is forbidden
-            if nothing.any():
-                non_finite |= nothing
+        changed = self._change(logits, rows, bound)
+        if len(changed):
+            best, highest, _ = self._picker.best(logits)
+            tokens[changed] = best[changed]
+            nothing = changed[np.isneginf(highest[changed])]  # every token is forbidden
+            if len(nothing):
+                non_finite[nothing] = True
                 logits[torch.from_numpy(nothing).to(logits.device)] = 0.0
         if len(bound.greedy):
             tokens[bound.greedy], highest = self._picker.best_allowed(logits, bound.greedy, bound.greedy_mask)
@@ -156,15 +171,15 @@ class Sampler:
         mask = constraints.bitmask(np.concatenate([greedy, written]))
         return _Bound(greedy, mask[: len(greedy)], written, mask[len(greedy) :])
 
-    def _change(self, logits: torch.Tensor, rows: Rows, bound: _Bound) -> bool:
-        """Whether logits are others now."""
+    def _change(self, logits: torch.Tensor, rows: Rows, bound: _Bound) -> Rows:
+        """Which rows' logits are others now."""
         if len(bound.written):
             self._picker.forbid(logits, bound.written, bound.written_mask)
-        processed = bool(self._processed[rows].any())
-        if processed:
+        processed = np.flatnonzero(self._processed[rows])
+        if len(processed):
             for processor in self._processors:
                 processor.apply(logits, rows)
-        return processed or len(bound.written) > 0
+        return np.union1d(processed, bound.written) if len(bound.written) else processed
 
     def _accept(self, rows: Rows, tokens: Rows, non_finite: NDArray[np.bool_]) -> None:
         taken = np.flatnonzero(self._processed[rows] & ~non_finite)

@@ -46,6 +46,8 @@ class SamplingTable:
         self.frequency_penalty = np.zeros(max_rows, np.float32)
         self.seed = np.zeros(max_rows, np.uint64)
         self.greedy = np.ones(max_rows, np.bool_)
+        self.constrained = np.zeros(max_rows, np.bool_)
+        """By a grammar."""
         self.num_logprobs = np.full(max_rows, NO_LOGPROBS, np.int32)
         """Candidates to report beside the chosen token; -1: none wanted."""
         self.logprobs_mode = np.zeros(max_rows, np.int8)
@@ -65,6 +67,7 @@ class SamplingTable:
         self.frequency_penalty[row] = params.frequency_penalty
         self.seed[row] = request.seed % 2**64
         self.greedy[row] = params.greedy
+        self.constrained[row] = params.structured_outputs is not None
         self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self.logprobs_mode[row] = LOGPROBS_MODES.index(params.logprobs_mode or self._default_mode)
         self.logprob_token_ids[row] = params.logprob_token_ids or ()

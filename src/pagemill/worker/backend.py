@@ -6,7 +6,7 @@ Owns the KV tensors. A backend is chosen once, at start; the runner does not kno
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -16,8 +16,18 @@ from pagemill.kernels.ops import StepInputs
 from pagemill.kernels.reference import KVLayer, ReferenceOps
 from pagemill.model_config import ModelConfig
 from pagemill.models.encoder import Model
+from pagemill.sampling.picker import Extremes
 
-__all__ = ["Backend", "ReferenceBackend"]
+__all__ = ["Backend", "Computed", "ReferenceBackend"]
+
+
+class Computed(NamedTuple):
+    """What a step computed for the tokens that were asked about. It holds until the next step; it may be changed."""
+
+    rows: torch.Tensor
+    """float32 [L, V] logits, or [L, H] vectors; anything where ``StepInputs.logits_kept`` is false."""
+    extremes: Extremes | None = None
+    """Of the logits, where they are found on the way."""
 
 
 class Backend(Protocol):
@@ -26,11 +36,8 @@ class Backend(Protocol):
     name: str
     device: torch.device
 
-    def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Write the step's keys and values; logits (or vectors) float32 [L, V] of ``inputs.logits_rows``.
-
-        The caller may change them; they hold until the next call.
-        """
+    def forward(self, inputs: StepInputs) -> Computed:
+        """Write the step's keys and values; compute the logits (or vectors) of ``inputs.logits_rows``."""
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks within their group's layers."""
@@ -72,10 +79,9 @@ class ReferenceBackend:
             )
 
     @torch.no_grad()
-    def forward(self, inputs: StepInputs) -> torch.Tensor:
+    def forward(self, inputs: StepInputs) -> Computed:
         """One pass of the model."""
-        logits: torch.Tensor = self._model.forward(ReferenceOps(inputs, self._caches))
-        return logits
+        return Computed(self._model.forward(ReferenceOps(inputs, self._caches)))
 
     @torch.no_grad()
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:

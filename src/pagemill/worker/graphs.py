@@ -335,9 +335,10 @@ class _Lowering:
         weight = node.args["weight"]
         packed = self._packed(weight)
         act = self._act(node.inputs[0], node, packed)
-        self.program.linear(act, packed, -1, logits=True)
         scale, softcap = node.args["scale"], node.args["softcap"] or 0.0
-        if scale != 1.0 or softcap:
+        changed = scale != 1.0 or softcap != 0.0
+        self.program.linear(act, packed, -1, logits=True, find_best=not changed)
+        if changed:
             self.program.scale_softcap(node.columns, scale, softcap)
 
 

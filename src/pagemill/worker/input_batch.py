@@ -110,10 +110,11 @@ class InputBatch:
         counts: NDArray[np.int64],
         logits_rows: NDArray[np.int64],
         device: torch.device,
+        logits_kept: NDArray[np.bool_] | None = None,
     ) -> StepInputs:
         """The tensors of a step in which row ``rows[i]`` computes ``counts[i]`` >= 1 tokens.
 
-        ``logits_rows`` [L]: which of the step's tokens need logits.
+        ``logits_rows`` [L]: which of the step's tokens need logits; ``logits_kept`` as in :class:`StepInputs`.
         """
         computed = self.num_computed_tokens[rows].astype(np.int64)
         starts = np.zeros(len(rows) + 1, np.int64)
@@ -137,6 +138,7 @@ class InputBatch:
             slot_mapping=[tensor(table[row_of_token, block] * self.block_size + offset) for table in self.block_tables],
             block_tables=[tensor(table[rows, :most_blocks]) for table in self.block_tables],
             logits_rows=tensor(logits_rows),
+            logits_kept=None if logits_kept is None else torch.from_numpy(logits_kept),
         )
 
     def probe(self, device: torch.device) -> StepInputs:

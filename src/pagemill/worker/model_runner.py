@@ -21,7 +21,7 @@ from pagemill.memory_plan import MAX_PROMPT_LOGITS
 from pagemill.sampling.constraints import Constraints
 from pagemill.sampling.sampler import Sampled, Sampler
 from pagemill.sampling.table import RowRequest
-from pagemill.worker.backend import Backend
+from pagemill.worker.backend import Backend, Computed
 from pagemill.worker.input_batch import InputBatch
 
 __all__ = ["Forward", "ModelRunner"]
@@ -36,7 +36,7 @@ class Forward:
     rows: Rows  # [R] the plan's rows
     sampled: list[Rows] = field(default_factory=list)
     """Which of them get a token, in the order of the logits; in parts."""
-    logits: list[torch.Tensor] = field(default_factory=list)  # parts of [sampled rows, V]
+    computed: list[Computed] = field(default_factory=list)  # of [sampled rows, V], in the same parts
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     non_finite: set[str] = field(default_factory=set)
     """Requests that already failed on a prompt position."""
@@ -72,12 +72,14 @@ class ModelRunner:
         if not forward.sampled:
             result.token_ids = [[] for _ in plan.request_ids]
             return result
-        index, logits = forward.sampled[0], forward.logits[0]
+        index, (logits, extremes) = forward.sampled[0], forward.computed[0]
         if len(forward.sampled) > 1:
-            index, logits = np.concatenate(forward.sampled), torch.cat(forward.logits)
+            index, logits = np.concatenate(forward.sampled), torch.cat([part.rows for part in forward.computed])
+            extremes = None
         rows = forward.rows[index]
         positions = self.batch.num_tokens[rows].astype(np.int64)
-        sampled = self.sampler.sample(logits, rows, positions, None if constraints is None else constraints.of(index))
+        allowed = None if constraints is None else constraints.of(index)
+        sampled = self.sampler.sample(logits, rows, positions, allowed, extremes)
         if (
             not result.non_finite
             and len(forward.sampled) == 1
@@ -163,9 +165,12 @@ class ModelRunner:
         if not ends.all():
             due, logits_rows = index[ends], last_token[ends]
         prompt_rows = self._prompt_positions(rows, counts)
-        if prompt_rows:
+        kept = None
+        if prompt_rows or keep:
             logits_rows = np.concatenate([logits_rows, *(tokens for _, tokens in prompt_rows)])
-        logits = self.backend.forward(batch.build(rows, counts, logits_rows, self.backend.device))
+        else:
+            kept = self.sampler.reads(forward.rows[due])
+        logits, extremes = self.backend.forward(batch.build(rows, counts, logits_rows, self.backend.device, kept))
         start = len(due)
         for i, tokens in prompt_rows:
             self._report_prompt(names[index[i]], rows[i], logits[start : start + len(tokens)], forward)
@@ -173,7 +178,9 @@ class ModelRunner:
         batch.advance(rows, counts)
         if len(due):
             forward.sampled.append(due)
-            forward.logits.append(logits[: len(due)].clone() if keep else logits[: len(due)])
+            mine = logits[: len(due)]
+            extremes = None if extremes is None else extremes.first(len(due))
+            forward.computed.append(Computed(mine.clone(), extremes) if keep else Computed(mine, extremes))
 
     def _prompt_positions(self, rows: Rows, counts: Rows) -> list[tuple[int, Rows]]:
         """(index in rows, step tokens whose logits foretell the next prompt token) where prompt_logprobs is asked."""

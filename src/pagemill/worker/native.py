@@ -16,6 +16,8 @@ from pagemill.core.messages import BlockCopy
 from pagemill.kernels.ops import StepInputs
 from pagemill.model_config import ModelConfig
 from pagemill.models.encoder import Model
+from pagemill.sampling.native import empty_extremes
+from pagemill.worker.backend import Computed
 from pagemill.worker.graphs import Recorder, compile_program
 
 __all__ = ["NativeBackend"]
@@ -86,15 +88,17 @@ class NativeBackend:
         self.program = compile_program(
             recorder, self._caches, self._layers, max_tokens=max_tokens, max_logits=max_logits
         )
-        self._max_logits = max_logits
+        self._finds_best = recorder.nodes[-1].op == "logits"
         # Not filled: pages cost nothing until a step writes them.
         self._logits = step_logits(max_logits, model.result_size)
         distinct = list({cache.data_ptr(): cache for cache in self._caches}.values())
         self._warmer = _native.PageWarmer(distinct, WARM_BYTES // len(distinct))
 
-    def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """One pass. The logits lie in a buffer of the backend and hold until the next call."""
+    def forward(self, inputs: StepInputs) -> Computed:
+        """One pass. The logits lie in a buffer of the backend."""
         wanted = inputs.logits_rows.shape[0]
+        kept = inputs.logits_kept
+        found = empty_extremes(wanted)
         self.program.run(
             inputs.token_ids,
             inputs.positions,
@@ -104,8 +108,10 @@ class NativeBackend:
             inputs.block_tables,
             inputs.logits_rows,
             self._logits,
+            torch.ones(wanted, dtype=torch.bool) if kept is None else kept,
+            *found,
         )
-        return self._logits[:wanted]
+        return Computed(self._logits[:wanted], found if self._finds_best else None)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Layer by layer."""

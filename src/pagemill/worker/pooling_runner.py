@@ -61,7 +61,7 @@ class PoolingRunner:
         inputs = self.batch.build(rows, counts, tokens, self.backend.device)
         if self._second_segments:
             self._mark_segments(rows, inputs)
-        hidden = self.backend.forward(inputs).numpy(force=True)
+        hidden = self.backend.forward(inputs).rows.numpy(force=True)
         self.batch.advance(rows, counts)
         start = 0
         for i, count in wanted:
