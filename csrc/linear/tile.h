@@ -82,6 +82,15 @@ struct StepInt8 {  // four k
 inline void prefetch(const std::byte* p) { __builtin_prefetch(p, 0, 3); }
 inline void prefetch_second_level(const void* p) { __builtin_prefetch(p, 0, 2); }
 
+// The line at p into the first level, as this core's own.
+inline void prefetch_to_write(const float* p) {
+#if defined(__x86_64__)
+  asm volatile("prefetchw %0" : : "m"(*p));  // GCC takes the other hint where no -m flag names this one
+#else
+  __builtin_prefetch(p, 1, 3);
+#endif
+}
+
 // What a rank reads afterwards, fetched into the second cache level while a tile is summed: with each step a piece of the
 // panel after this one, and of the KV cache that the next attention will want.
 struct Ahead {

@@ -26,6 +26,16 @@ struct CacheFetch {
   }
 };
 
+// The lines that a tile's outputs go to, while it is summed: stores that wait for their lines held up a prefill by 3 %
+// (int8, bfloat16) to 6 % (4 bits).
+inline void fetch_outputs(const LinearArgs& args, int64_t first, int64_t rows, int64_t panel) {
+  const int columns = args.w->gated ? kPanel / 2 : kPanel;
+  for (int64_t row = first; row < first + rows; ++row) {
+    const float* out = args.out + row * args.ldo + panel * columns;
+    for (int c = 0; c < columns; c += 16) prefetch_to_write(out + c);
+  }
+}
+
 // Sums `rows` rows of x from `act` on against one panel, into `tile`.
 using SumPanel = void (*)(const PackedLinear& w, const std::byte* act, int64_t row_bytes, int rows, int64_t panel,
                           const Ahead& ahead, float* tile);
@@ -61,6 +71,7 @@ void walk(Team& team, const LinearArgs& args, SumPanel sum, int tile_rows, int64
       const int64_t from = first_row + rows * t / tiles, to = first_row + rows * (t + 1) / tiles;
       const int height = static_cast<int>(to - from);
       fetch.put(args.upcoming, ahead);
+      if (args.best == nullptr) fetch_outputs(args, from, height, panel);
       sum(w, x.row(from) + act_offset, x.row_bytes, height, panel, ahead, tile);
       if (args.best != nullptr) {
         finish_logits<Finish>(args, tile, from, height, panel * kPanel);
