@@ -26,7 +26,7 @@ from pagemill.kernels.ops import AttentionSpec, LinearWeight, MoeWeights
 
 __all__ = ["Node", "Recorder", "compile_program"]
 
-TILE_ROWS = 128
+TILE_ROWS = 64
 """Rows that run through a segment together: their activations fit the L2 caches, and weights are read once for them."""
 
 
