@@ -11,8 +11,8 @@ struct Extent {
   int64_t begin, bytes;
 };
 
-// A walk over extents, in order, each byte once.
-class Upcoming {
+// A walk over extents, in order, each byte once. A rank's own: on a line of its own, so that no other waits for it.
+class alignas(64) Upcoming {
  public:
   struct Piece {
     const std::byte* data;

@@ -30,10 +30,12 @@ template <class S>
 void sum_panel(const PackedLinear& w, const std::byte* act, int64_t row_bytes, int rows, int64_t panel,
                const Ahead& ahead, float* tile) {
   const std::byte* start = w.data.as<std::byte>() + panel * w.panel_bytes;
+  const SumTile sum = kByRows<S>[rows - 1];
+  if constexpr (kPanel == 2 * kLanes) return sum(act, row_bytes, start, w.steps, ahead, tile);
   for (int column = 0; column < kPanel; column += 2 * kLanes) {
     Ahead shifted = ahead;
     shifted.data += column * 4;
-    kByRows<S>[rows - 1](act, row_bytes, start + column * 4, w.steps, shifted, tile + column);
+    sum(act, row_bytes, start + column * 4, w.steps, shifted, tile + column);
   }
 }
 
