@@ -41,7 +41,7 @@ void sum_panel(const PackedLinear& w, const std::byte* act, int64_t row_bytes, i
 
 template <class S, class Finish>
 void run_kind(Team& team, const LinearArgs& args, int64_t act_offset) {
-  walk<Finish>(team, args, &sum_panel<S>, S::kRows, act_offset, {args.w->steps, 32});
+  walk<Finish>(team, args, &sum_panel<S>, S::kRows, act_offset, {args.w->steps, 48});
 }
 
 void run(Team& team, const LinearArgs& args) {
