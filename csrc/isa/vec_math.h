@@ -3,32 +3,30 @@
 
 namespace pm::PM_ISA {
 
-// e^x, relative error below 3e-7; 0 below -87.3, and x is taken as at most 88.3. Range reduction x = n ln2 + r with ln2
-// in two parts (Cody and Waite), then the Taylor polynomial of degree 6 on |r| <= ln2 / 2.
-inline F32 exp_f32(F32 x) {
-  x = vmin(vmax(x, splat(-87.33654f)), splat(88.3762589f));
-  const I32 n = round_i32(x * splat(1.44269504f));
-  const F32 nf = to_f32(n);
-  F32 r = fma(nf, splat(-0.693359375f), x);
-  r = fma(nf, splat(2.12194440e-4f), r);
-  F32 p = splat(1.0f / 720);
-  p = fma(p, r, splat(1.0f / 120));
-  p = fma(p, r, splat(1.0f / 24));
-  p = fma(p, r, splat(1.0f / 6));
-  p = fma(p, r, splat(0.5f));
-  p = fma(p, r, splat(1.0f));
-  p = fma(p, r, splat(1.0f));
+// 2^x for |x| <= 126, beyond which it is as at the bound; relative error below 2e-7. x = n + f with |f| <= 1/2; 2^f by the
+// polynomial of degree 5 with the least relative error (coefficients as in lanes_math.h). NaN stays.
+inline F32 exp2_f32(F32 x) {
+  x = vmin(splat(126.0f), vmax(splat(-126.0f), x));
+  const I32 n = round_i32(x);
+  const F32 f = x - to_f32(n);
+  F32 p = splat(1.3264727208e-03f);
+  p = fma(p, f, splat(9.6715127399e-03f));
+  p = fma(p, f, splat(5.5507337442e-02f));
+  p = fma(p, f, splat(2.4022242084e-01f));
+  p = fma(p, f, splat(6.9314697760e-01f));
+  p = fma(p, f, splat(1.0f));
   return times_power_of_two(p, n);
 }
 
-// x / (1 + e^-y): silu where y = x.
-inline F32 times_sigmoid(F32 x, F32 y) { return x * reciprocal(splat(1.0f) + exp_f32(zero_f32() - y)); }
+constexpr float kLog2E = 1.44269504f;
 
-inline F32 silu_f32(F32 x) { return times_sigmoid(x, x); }
+// x / (1 + e^-x); the exponent is rounded once, so the relative error grows with -x: < 3e-7 + 1e-7 |x|.
+inline F32 silu_f32(F32 x) { return x * reciprocal(splat(1.0f) + exp2_f32(x * splat(-kLog2E))); }
 
 // x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3))
 inline F32 gelu_tanh_f32(F32 x) {
-  return times_sigmoid(x, fma(x * x * x, splat(0.044715f), x) * splat(1.5957691216f));
+  const F32 y = fma(x * x * x, splat(0.044715f), x);
+  return x * reciprocal(splat(1.0f) + exp2_f32(y * splat(-1.5957691216f * kLog2E)));
 }
 
 }  // namespace pm::PM_ISA

@@ -7,23 +7,45 @@
 
 namespace pm::PM_ISA {
 
-// Gated columns are 8 gates, then the 8 ups of the same features, and so on, so that every vector width finds a feature's
-// two sums within one tile. value(c) is the vector of results from column c on; writes act(gate) * up to `row`, which may
-// be where the values come from.
-template <class Value, class Act>
-inline void gate_row(float* row, Value value, Act act) {
-#if defined(PM_ISA_IS_AVX512) || defined(PM_ISA_IS_AVX512BF16)
-  for (int c = 0; c < kPanel; c += 32) {
-    const F32 first = value(c), second = value(c + 16);
-    store(row + c / 2, act(low_halves(first, second)) * high_halves(first, second));
+constexpr int kVectors = kPanel / kLanes;  // of a panel's row
+
+// Everything of a row stays in registers: short enough that several rows are under way at once.
+#define PM_ALWAYS __attribute__((always_inline))
+
+// f(r, v) for each of the tile's rows, which are rows first + r of x: v [kVectors] are the outputs of the panel at packed
+// column `column`. K says how they come from the raw sums: K(row of x).value(sums) without the column's scale;
+// K::kColumnScale whether there is one.
+template <class K, bool kBias, class F>
+PM_ALWAYS inline void for_outputs(const LinearArgs& args, const float* tile, int64_t first, int rows, int64_t column, F f) {
+  const float* scale_at = args.w->column_scale.as<float>() + column;
+  const float* bias = args.w->bias.as<float>() + column;
+  F32 scale[kVectors];
+#pragma GCC unroll 8
+  for (int i = 0; i < kVectors; ++i) scale[i] = K::kColumnScale ? load(scale_at + i * kLanes) : zero_f32();
+  const std::byte* x = args.x.row(first);
+  for (int r = 0; r < rows; ++r, x += args.x.row_bytes) {
+    const K kind(x);
+    F32 v[kVectors];
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; ++i) {
+      v[i] = kind.value(load(tile + r * kPanel + i * kLanes));
+      if constexpr (K::kColumnScale) v[i] = v[i] * scale[i];
+      if constexpr (kBias) v[i] = v[i] + load(bias + i * kLanes);
+    }
+    f(r, v);
   }
-#else
-  for (int c = 0; c < kPanel; c += 16) {
-    for (int i = 0; i < 8; i += kLanes) store(row + c / 2 + i, act(value(c + i)) * value(c + 8 + i));
-  }
-#endif
 }
 
+template <class K, class F>
+PM_ALWAYS inline void for_outputs(const LinearArgs& args, const float* tile, int64_t first, int rows, int64_t column, F f) {
+  if (args.w->bias_or_null() != nullptr) {
+    for_outputs<K, true>(args, tile, first, rows, column, f);
+  } else {
+    for_outputs<K, false>(args, tile, first, rows, column, f);
+  }
+}
+
+// The first `columns` of a row, stored or added.
 inline void store_row(float* out, const float* row, int64_t columns, bool accumulate) {
   int64_t c = 0;
   for (; c + kLanes <= columns; c += kLanes) {
@@ -38,12 +60,26 @@ inline void store_row(float* out, const float* row, int64_t columns, bool accumu
   }
 }
 
-// The outputs of the packed columns from `column` on, of which `sums` and `scale` are; K as in finish_tile.
-template <class K>
-inline F32 column_value(const K& kind, const float* sums, const float* scale, const float* bias, int64_t column) {
-  F32 v = kind.value(load(sums));
-  if constexpr (K::kColumnScale) v = v * load(scale);
-  return bias != nullptr ? v + load(bias + column) : v;
+PM_ALWAYS inline void store_vectors(float* to, const F32 (&v)[kVectors]) {
+#pragma GCC unroll 8
+  for (int i = 0; i < kVectors; ++i) store(to + i * kLanes, v[i]);
+}
+
+// act(gate) * up of a panel's row. Gated columns are 8 gates, then the 8 ups of the same features, and so on, so that
+// every vector width finds a feature's two sums within one tile.
+template <class Act>
+PM_ALWAYS inline void store_gated(float* to, const F32 (&v)[kVectors], Act act) {
+#if defined(PM_ISA_IS_AVX512) || defined(PM_ISA_IS_AVX512BF16)
+  store(to, act(low_halves(v[0], v[1])) * high_halves(v[0], v[1]));
+#else
+#pragma GCC unroll 8
+  for (int c = 0; c < kPanel; c += 16) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i += kLanes) {
+      store(to + c / 2 + i, act(v[(c + i) / kLanes]) * v[(c + 8 + i) / kLanes]);
+    }
+  }
+#endif
 }
 
 // Takes a panel's row of logits into what is known of the row; `step`: of its first sixteen columns.
@@ -66,55 +102,55 @@ inline void look(RowBest& best, const float* row, float step) {
   }
 }
 
-// As finish_tile, for logits.
+// Turns the raw sums of `rows` rows of x, from `first` on, and of the panel at packed column `column` into outputs: of
+// logits whose best are looked for.
 template <class K>
 void finish_logits(const LinearArgs& args, float* tile, int64_t first, int rows, int64_t column) {
-  const PackedLinear& w = *args.w;
-  const float* scale = w.column_scale.as<float>() + column;
-  const float* bias = w.bias_or_null();
-  const int64_t columns = w.n - column < kPanel ? w.n - column : kPanel;
-  for (int64_t i = first; i < first + rows; ++i) {
-    float* row = tile + (i - first) * kPanel;
-    const K kind(args.x.row(i));
-    for (int c = 0; c < kPanel; c += kLanes) store(row + c, column_value(kind, row + c, scale + c, bias, column + c));
-    if (args.kept[i]) store_row(args.out + i * args.ldo + column, row, columns, false);
+  const int64_t left = args.w->n - column, columns = left < kPanel ? left : kPanel;
+  for_outputs<K>(args, tile, first, rows, column, [&](int r, const F32(&v)[kVectors]) PM_ALWAYS {
+    float* row = tile + r * kPanel;
+    store_vectors(row, v);
+    if (args.kept[first + r]) store_row(args.out + (first + r) * args.ldo + column, row, columns, false);
     for (int64_t c = columns; c < kPanel; ++c) row[c] = row[0];  // never better than column 0
-    look(args.best[i], row, static_cast<float>(column / 16));
-  }
+    look(args.best[first + r], row, static_cast<float>(column / 16));
+  });
 }
 
-// Turns the raw sums of `rows` rows of x, from `first` on, and of the panel at packed column `column` into outputs.
-// K says how: K::value(sums, row_of_x) without the column's scale; kColumnScale whether there is one.
+// As finish_logits, of everything else.
 template <class K>
 void finish_tile(const LinearArgs& args, float* tile, int64_t first, int rows, int64_t column) {
   const PackedLinear& w = *args.w;
-  const float* scale = w.column_scale.as<float>() + column;
-  const float* bias = w.bias_or_null();
-  const int64_t out_column = w.gated ? column / 2 : column;
-  const int64_t left = w.n - out_column, wanted = w.gated ? kPanel / 2 : kPanel;
-  const int64_t out_columns = left < wanted ? left : wanted;
-  if (out_columns <= 0) return;
-  const bool direct = out_columns == wanted && !(w.gated && args.accumulate);
-  for (int r = 0; r < rows; ++r) {
-    float* row = tile + r * kPanel;
-    float* out = args.out + (first + r) * args.ldo + out_column;
-    float* to = direct ? out : row;
-    const K kind(args.x.row(first + r));
-    const auto value = [&](int c) { return column_value(kind, row + c, scale + c, bias, column + c); };
-    if (w.gated) {
-      if (args.gate == Gate::silu) {
-        gate_row(to, value, [](F32 x) { return silu_f32(x); });
-      } else {
-        gate_row(to, value, [](F32 x) { return gelu_tanh_f32(x); });
-      }
-    } else if (direct && args.accumulate) {
-      for (int c = 0; c < kPanel; c += kLanes) store(out + c, load(out + c) + value(c));
-    } else {
-      for (int c = 0; c < kPanel; c += kLanes) store(to + c, value(c));
-    }
-    if (!direct) store_row(out, row, out_columns, args.accumulate);
+  const int64_t out_column = w.gated ? column / 2 : column, wanted = w.gated ? kPanel / 2 : kPanel;
+  const int64_t left = w.n - out_column, columns = left < wanted ? left : wanted;
+  if (columns <= 0) return;
+  float* out = args.out + first * args.ldo + out_column;
+  // By way of the tile, where the panel is not whole or gated outputs are added.
+  const bool direct = columns == wanted && !(w.gated && args.accumulate);
+  float* to = direct ? out : tile;
+  const int64_t stride = direct ? args.ldo : kPanel;
+  if (w.gated && args.gate == Gate::silu) {
+    for_outputs<K>(args, tile, first, rows, column, [&](int r, const F32(&v)[kVectors]) PM_ALWAYS {
+      store_gated(to + r * stride, v, [](F32 x) PM_ALWAYS { return silu_f32(x); });
+    });
+  } else if (w.gated) {
+    for_outputs<K>(args, tile, first, rows, column, [&](int r, const F32(&v)[kVectors]) PM_ALWAYS {
+      store_gated(to + r * stride, v, [](F32 x) PM_ALWAYS { return gelu_tanh_f32(x); });
+    });
+  } else if (direct && args.accumulate) {
+    for_outputs<K>(args, tile, first, rows, column, [&](int r, const F32(&v)[kVectors]) PM_ALWAYS {
+      float* at = out + r * args.ldo;
+#pragma GCC unroll 8
+      for (int i = 0; i < kVectors; ++i) store(at + i * kLanes, load(at + i * kLanes) + v[i]);
+    });
+  } else {
+    for_outputs<K>(args, tile, first, rows, column,
+                   [&](int r, const F32(&v)[kVectors]) PM_ALWAYS { store_vectors(to + r * stride, v); });
   }
+  if (direct) return;
+  for (int r = 0; r < rows; ++r) store_row(out + r * args.ldo, tile + r * kPanel, columns, args.accumulate);
 }
+
+#undef PM_ALWAYS
 
 struct FinishFloat {  // f32, bf16
   static constexpr bool kColumnScale = false;
@@ -124,15 +160,14 @@ struct FinishFloat {  // f32, bf16
 
 struct FinishInt8 {
   static constexpr bool kColumnScale = true;
-  F32 scale;
-  I32 offset;  // packed weights are w + 128: takes 128 * (sum of the row) out again
-  explicit FinishInt8(const std::byte* row) {
-    TokenHead head;
-    std::memcpy(&head, row, sizeof head);
-    scale = splat(head.scale);
-    offset = splat_i32((128 - kW8Offset) * head.sum);
+  const TokenHead* head;
+  explicit FinishInt8(const std::byte* row) : head(reinterpret_cast<const TokenHead*>(row)) {}
+  // Packed weights are w + 128, of which the product took off kW8Offset.
+  F32 value(F32 sum) const {
+    I32 v = as_i32(sum);
+    if constexpr (kW8Offset == 0) v = sub(v, splat_i32(head->offset));
+    return to_f32(v) * splat(head->scale);
   }
-  F32 value(F32 sum) const { return to_f32(sub(as_i32(sum), offset)) * scale; }
 };
 
 struct FinishGroup {

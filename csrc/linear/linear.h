@@ -36,7 +36,7 @@ constexpr int64_t kActGroup = 32;
 // Head of an i8_token row; the int8 values follow at kTokenHead bytes, zero-padded to a multiple of 4.
 struct TokenHead {
   float scale;
-  int32_t sum;  // of the row's int8 values
+  int32_t offset;  // 128 times the sum of the row's int8 values
 };
 constexpr int64_t kTokenHead = 64;
 
