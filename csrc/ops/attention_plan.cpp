@@ -91,6 +91,26 @@ int tiles_in_common(const AttentionLayer& layer, const AttentionBatch& batch, in
   return std::min(limit, same * layer.block_size / kTile);
 }
 
+// Whether there is one item for each request, in their order, and each request has one new token.
+bool one_each(const std::vector<AttentionItem>& items, const AttentionBatch& batch) {
+  bool each = static_cast<int>(items.size()) == batch.num_requests;
+  for (int r = 0; each && r < batch.num_requests; ++r)
+    each = items[static_cast<size_t>(r)].request == r && batch.query_start[r + 1] == r + 1;
+  return each;
+}
+
+int64_t costliest_share(const std::vector<AttentionItem>& items, int num_threads) {
+  const auto n = static_cast<int64_t>(items.size());
+  int64_t most = 0;
+  for (int rank = 0; rank < num_threads; ++rank) {
+    int64_t cost = 0;
+    for (int64_t i = n * rank / num_threads; i < n * (rank + 1) / num_threads; ++i)
+      cost += cost_of(items[static_cast<size_t>(i)]);
+    most = std::max(most, cost);
+  }
+  return most;
+}
+
 // From the dearest down to the cheapest, dealt like cards, there and back: the team's ranks take equal shares that lie
 // side by side, and each then costs about the same.
 void deal(std::vector<AttentionItem>& items, int num_threads) {
@@ -146,7 +166,7 @@ void AttentionPlan::group_requests(const AttentionLayer& layer, const AttentionB
   }
 }
 
-void AttentionPlan::build(const AttentionLayer& layer, const AttentionBatch& batch, int num_threads) {
+void AttentionPlan::build(const AttentionLayer& layer, const AttentionBatch& batch, int num_threads, bool rows_stay) {
   items.clear();
   merges.clear();
   num_partials = 0;
@@ -171,9 +191,11 @@ void AttentionPlan::build(const AttentionLayer& layer, const AttentionBatch& bat
   if (layer.causal && layer.window == 0) group_requests(layer, batch, most);
   if (num_threads > 1) {
     cut_long_items(*this, most);
-    std::stable_sort(items.begin(), items.end(),
-                     [](const AttentionItem& a, const AttentionItem& b) { return cost_of(a) > cost_of(b); });
-    deal(items, num_threads);
+    if (!rows_stay || !one_each(items, batch) || costliest_share(items, num_threads) * num_threads > total + total / 8) {
+      std::stable_sort(items.begin(), items.end(),
+                       [](const AttentionItem& a, const AttentionItem& b) { return cost_of(a) > cost_of(b); });
+      deal(items, num_threads);
+    }
   }
   list_extents(layer, batch, num_threads);
 }

@@ -18,7 +18,9 @@ struct AttentionPlan {
   std::vector<std::vector<Extent>> extents;  // for each rank: what its share reads of a layer's cache, as far as it is
                                              // worth fetching ahead
 
-  void build(const AttentionLayer& layer, const AttentionBatch& batch, int num_threads);
+  // rows_stay: ranks take equal runs of rows through all that lies between two attentions. Then a rank attends for its own
+  // rows, where their costs allow it: the queries, keys and outputs are in its cache, not in another core's.
+  void build(const AttentionLayer& layer, const AttentionBatch& batch, int num_threads, bool rows_stay);
 
  private:
   void group_requests(const AttentionLayer& layer, const AttentionBatch& batch, int64_t most);

@@ -85,7 +85,7 @@ void attention(Mat<const float> query, Mat<const uint8_t> cache, Vec<const int32
   check_batch(layer, batch, static_cast<int64_t>(query.shape(0)), static_cast<int64_t>(cache.shape(0)));
   nb::gil_scoped_release release;
   AttentionPlan plan;
-  plan.build(layer, batch, num_threads());
+  plan.build(layer, batch, num_threads(), false);
   std::vector<float> scratch(static_cast<size_t>(num_threads() * attention_scratch_floats(layer)));
   std::vector<float> partials(static_cast<size_t>(plan.num_partials * attention_partial_floats(layer)));
   const AttentionCall call{&layer,

@@ -11,6 +11,8 @@ namespace {
 // as the next takes to arrive.
 constexpr int64_t kRowsAlone = 8;
 
+bool rows_stay(int64_t rows, int64_t threads) { return threads > 1 && rows >= kRowsAlone * threads; }
+
 using Clock = std::chrono::steady_clock;
 
 }  // namespace
@@ -162,7 +164,7 @@ void Program::prepare(const ProgramInputs& in, int threads) {
   for (PlanEntry& entry : plans_) {
     const GroupInputs& group = in.groups.at(static_cast<size_t>(entry.group));
     entry.batch = {in.num_requests, in.query_start, in.context_lens, group.block_tables, group.table_stride};
-    entry.plan.build(entry.layer, entry.batch, threads);
+    entry.plan.build(entry.layer, entry.batch, threads, rows_stay(in.num_tokens, threads));
     partials = std::max(partials, entry.plan.num_partials * attention_partial_floats(entry.layer));
   }
   if (partials_.size() < static_cast<size_t>(partials) * sizeof(float)) {
@@ -182,7 +184,7 @@ void Program::run_segments(Team& team, const ProgramInputs& in) {
     const int64_t rows = segment.rows == RowKind::tokens ? in.num_tokens : in.num_logits;
     if (rows == 0) continue;
     const int64_t size = team.size(), fewest = segment.tiled ? (rows + tile_rows_ - 1) / tile_rows_ : 1;
-    const bool alone = segment.tiled && !segment.together && size > 1 && rows >= kRowsAlone * size;
+    const bool alone = segment.tiled && !segment.together && rows_stay(rows, size);
     const int64_t tiles = alone ? (fewest + size - 1) / size * size : fewest;
     const auto frame = [&](int64_t tile, int rank) {  // even tiles: no small last one
       const int64_t first = rows * tile / tiles, last = rows * (tile + 1) / tiles;
