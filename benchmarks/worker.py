@@ -23,7 +23,7 @@ from pagemill.bench import report
 from pagemill.core.messages import BlockCopy, NewRow, SchedulerOutput
 from pagemill.kernels.ops import StepInputs
 from pagemill.params import SamplingParams
-from pagemill.sampling.picker import Picker, TorchPicker
+from pagemill.sampling.picker import Extremes, Picker, TorchPicker
 from pagemill.sampling.sampler import Sampler
 from pagemill.worker.backend import Computed
 from pagemill.worker.input_batch import InputBatch
@@ -47,10 +47,12 @@ class Nothing:
         generator = torch.Generator().manual_seed(0)
         ranks = torch.stack([torch.randperm(vocab, generator=generator) for _ in range(rows)])
         self.logits = -1.5 * torch.log1p(ranks.float())
+        self.extremes = TorchPicker().best(self.logits)
 
     def forward(self, inputs: StepInputs) -> Computed:
         """The same every time; penalties, which change logits, are not measured here."""
-        return Computed(self.logits[: len(inputs.logits_rows)])
+        count = len(inputs.logits_rows)
+        return Computed(self.logits[:count], Extremes(*(column[:count].copy() for column in self.extremes)))
 
     def copy_blocks(self, copies: list[BlockCopy]) -> None:
         """No memory, no blocks."""

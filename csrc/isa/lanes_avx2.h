@@ -248,6 +248,4 @@ PM_INLINE void store_i8(void* p, I16 a) {
                    _mm_packs_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
 }
 
-PM_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }  // to L2
-
 }  // namespace pm::PM_ISA

@@ -196,6 +196,4 @@ PM_INLINE I16 round_i32(F16 a) { return _mm512_cvtps_epi32(a); }
 PM_INLINE void store_i8(void* p, I16 a) { _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a)); }
 PM_INLINE void store_i16(void* p, I16 a) { _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a)); }
 
-PM_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }  // to L2
-
 }  // namespace pm::PM_ISA

@@ -228,6 +228,4 @@ PM_INLINE void store_i16(void* p, I16 a) {
   __builtin_memcpy(p, b, sizeof b);
 }
 
-PM_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
-
 }  // namespace pm::PM_ISA

@@ -215,7 +215,7 @@ void quantize_token(const FloatMatrix& x, Int8Out q, FloatContig scale, IntConti
     pick_linear().prepare_row(ActKind::i8_token, x.data() + i * ld, k, memory.as<>());
     const auto* head = memory.as<TokenHead>();
     scale.data()[i] = head->scale;
-    sum.data()[i] = head->offset / 128;
+    sum.data()[i] = head->sum128 / 128;
     std::memcpy(q.data() + i * k, memory.as<>() + kTokenHead, static_cast<size_t>(k));
   }
 }

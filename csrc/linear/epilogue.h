@@ -18,7 +18,7 @@ constexpr int kVectors = kPanel / kLanes;  // of a panel's row
 template <class K, bool kBias, class F>
 PM_ALWAYS inline void for_outputs(const LinearArgs& args, const float* tile, int64_t first, int rows, int64_t column, F f) {
   const float* scale_at = args.w->column_scale.as<float>() + column;
-  const float* bias = args.w->bias.as<float>() + column;
+  const float* bias = kBias ? args.w->bias.as<float>() + column : nullptr;
   F32 scale[kVectors];
 #pragma GCC unroll 8
   for (int i = 0; i < kVectors; ++i) scale[i] = K::kColumnScale ? load(scale_at + i * kLanes) : zero_f32();
@@ -83,12 +83,12 @@ PM_ALWAYS inline void store_gated(float* to, const F32 (&v)[kVectors], Act act) 
 }
 
 // Takes a panel's row of logits into what is known of the row; `step`: of its first sixteen columns.
-inline void look(RowBest& best, const float* row, float step) {
+inline void note_best(RowBest& best, const float* row, float step) {
   bool any = false;
   for (int c = 0; c < kPanel; c += kLanes) {
     const F32 v = load(row + c);
     any |= any_at_least(v, load(best.value + c % 16));
-    store(best.sound + c % 16, fma(v, zero_f32(), load(best.sound + c % 16)));
+    store(best.taint + c % 16, fma(v, zero_f32(), load(best.taint + c % 16)));
   }
   if (!any) return;  // the rule, after a few panels
   for (int half = 0; half < kPanel / 16; ++half) {
@@ -112,7 +112,7 @@ void finish_logits(const LinearArgs& args, float* tile, int64_t first, int rows,
     store_vectors(row, v);
     if (args.kept[first + r]) store_row(args.out + (first + r) * args.ldo + column, row, columns, false);
     for (int64_t c = columns; c < kPanel; ++c) row[c] = row[0];  // never better than column 0
-    look(args.best[first + r], row, static_cast<float>(column / 16));
+    note_best(args.best[first + r], row, static_cast<float>(column / 16));
   });
 }
 
@@ -165,7 +165,7 @@ struct FinishInt8 {
   // Packed weights are w + 128, of which the product took off kW8Offset.
   F32 value(F32 sum) const {
     I32 v = as_i32(sum);
-    if constexpr (kW8Offset == 0) v = sub(v, splat_i32(head->offset));
+    if constexpr (kW8Offset == 0) v = sub(v, splat_i32(head->sum128));
     return to_f32(v) * splat(head->scale);
   }
 };

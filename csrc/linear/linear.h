@@ -36,7 +36,7 @@ constexpr int64_t kActGroup = 32;
 // Head of an i8_token row; the int8 values follow at kTokenHead bytes, zero-padded to a multiple of 4.
 struct TokenHead {
   float scale;
-  int32_t offset;  // 128 times the sum of the row's int8 values
+  int32_t sum128;  // 128 times the sum of the row's int8 values
 };
 constexpr int64_t kTokenHead = 64;
 
@@ -120,7 +120,7 @@ enum class Gate : uint8_t { silu, gelu_tanh };
 // step c / 16, the lowest of equals; and 0, or NaN once one was not finite.
 struct RowBest {
   alignas(64) float value[16];
-  float step[16], sound[16];
+  float step[16], taint[16];
 };
 
 struct LinearArgs {

@@ -62,6 +62,6 @@ void run(Team& team, const LinearArgs& args) {
 }  // namespace
 
 extern const LinearTable linear_table;
-const LinearTable linear_table = {run, prepare_row, hadamard_row};
+const LinearTable linear_table = {run, prepare_row, hadamard_row, kFetchesCache};
 
 }  // namespace pm::PM_ISA

@@ -124,8 +124,8 @@ void sum_group(const std::byte* act, int64_t row_bytes, const std::byte* w, cons
         if constexpr (NV > 1) {
           prefetch(at + kAhead + 64);
           prefetch_second_level(next + pair * ahead.stride + 64);
-          prefetch_second_level(cache + pair * ahead.cache_stride);
         }
+        if constexpr (kFetchesCache) prefetch_second_level(cache + pair * ahead.cache_stride);
         {
           const int step = 2 * pair;
           const I32 w0 = low_nibbles(both0);
@@ -157,8 +157,8 @@ void sum_group(const std::byte* act, int64_t row_bytes, const std::byte* w, cons
           if constexpr (NV > 1) {
             prefetch(at + kAhead + 64);
             prefetch_second_level(next + step * ahead.stride + 64);
-            prefetch_second_level(cache + step * ahead.cache_stride);
           }
+          if constexpr (kFetchesCache) prefetch_second_level(cache + step * ahead.cache_stride);
           PM_EACH_ROW(PM_ROW_STEP8)
         }
         PM_LOAD_SCALES(scales + (K::kHalf ? 2 * g + part : g >> scale_shift) * K::kScaleStride)

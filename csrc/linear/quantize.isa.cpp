@@ -159,7 +159,7 @@ void prepare_row(ActKind kind, const float* x, int64_t k, std::byte* row) {
       zero_from(kTokenHead + (k + kActGroup - 1) / kActGroup * kActGroup);
       int32_t sum;
       quantize_row_token(x, k, reinterpret_cast<int8_t*>(row + kTokenHead), head->scale, sum);
-      head->offset = 128 * sum;
+      head->sum128 = 128 * sum;
       break;
     }
     case ActKind::i8_group: quantize_row_group(x, k, reinterpret_cast<GroupRecord*>(row)); break;

@@ -9,6 +9,7 @@ struct LinearTable {
   void (*run)(Team& team, const LinearArgs& args);
   void (*prepare_row)(ActKind kind, const float* x, int64_t k, std::byte* row);
   void (*hadamard_row)(float* x, int64_t k, int64_t block);
+  bool fetches_cache;  // whether run() makes use of LinearArgs::upcoming
 };
 
 const LinearTable& pick_linear();

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "isa/prefetch.h"
 #include "isa/vec.h"
 
 namespace pm::PM_ISA {
@@ -79,17 +80,8 @@ struct StepInt8 {  // four k
   static F32 bits(Acc acc) { return as_f32(acc); }
 };
 
-inline void prefetch(const std::byte* p) { __builtin_prefetch(p, 0, 3); }
-inline void prefetch_second_level(const void* p) { __builtin_prefetch(p, 0, 2); }
-
-// The line at p into the first level, as this core's own.
-inline void prefetch_to_write(const float* p) {
-#if defined(__x86_64__)
-  asm volatile("prefetchw %0" : : "m"(*p));  // GCC takes the other hint where no -m flag names this one
-#else
-  __builtin_prefetch(p, 1, 3);
-#endif
-}
+// Where a tile takes a whole panel, its steps are few enough to carry another fetch.
+constexpr bool kFetchesCache = kPanel == 2 * kLanes;
 
 // What a rank reads afterwards, fetched into the second cache level while a tile is summed: with each step a piece of the
 // panel after this one, and of the KV cache that the next attention will want.
@@ -135,8 +127,8 @@ void sum_tile(const std::byte* act, int64_t row_bytes, const std::byte* w, int64
     if constexpr (kLanes == 16) {
       prefetch(w + kAhead + 64);
       prefetch_second_level(next + 64);
-      prefetch_second_level(cache);
     }
+    if constexpr (kFetchesCache) prefetch_second_level(cache);
     PM_EACH_ROW(PM_ROW_STEP)
     w += kStepBytes, next += next_stride, cache += cache_stride;
     a0 += S::kActBytes, a3 += S::kActBytes, a6 += S::kActBytes, a9 += S::kActBytes;

@@ -17,9 +17,9 @@ inline Ahead panel_at(const PackedLinear& w, int64_t panel) {
 struct CacheFetch {
   int64_t times, bytes_each;
 
-  // Has the next tile fetch what comes next.
-  void put(Upcoming* upcoming, Ahead& ahead) const {
-    if (upcoming == nullptr) return;
+  // Has the next tile fetch what comes next; a line over and over once nothing is left.
+  void aim(Upcoming* upcoming, Ahead& ahead) const {
+    if (!kFetchesCache || upcoming == nullptr) return;
     const Upcoming::Piece piece = upcoming->take(times * bytes_each);
     if (piece.bytes > 0) ahead.cache = piece.data;
     ahead.cache_stride = (piece.bytes + times - 1) / times;
@@ -70,7 +70,7 @@ void walk(Team& team, const LinearArgs& args, SumPanel sum, int tile_rows, int64
     for (int64_t t = 0; t < tiles; ++t) {  // tiles of nearly equal height
       const int64_t from = first_row + rows * t / tiles, to = first_row + rows * (t + 1) / tiles;
       const int height = static_cast<int>(to - from);
-      fetch.put(args.upcoming, ahead);
+      fetch.aim(args.upcoming, ahead);
       if (args.best == nullptr) fetch_outputs(args, from, height, panel);
       sum(w, x.row(from) + act_offset, x.row_bytes, height, panel, ahead, tile);
       if (args.best != nullptr) {

@@ -27,7 +27,7 @@ PM_INLINE void score_block(const uint32_t* q, int64_t q_stride, const int32_t* s
   for (int step = 0; step < steps; ++step) {
     W16 w[G];
     ((w[Gs] = load_words(k[Gs] + step * 16)), ...);
-    if constexpr (R <= kDecodeRows) (prefetch(next[Gs] + step * 16), ...);
+    if constexpr (R <= kDecodeRows) (prefetch_second_level(next[Gs] + step * 16), ...);
     const auto row_step = [&](auto row) __attribute__((always_inline)) {
       const Word b = broadcast(q + row * q_stride + step, Word{});
       ((acc[row * G + Gs] = dot(acc[row * G + Gs], w[Gs], b)), ...);
@@ -66,7 +66,7 @@ PM_INLINE void value_block(const uint32_t* p, const uint32_t* const* values, int
       W16 w[C];
       ((w[Cs] = Kind<Word>::values(v + Cs * kWords)), ...);
       if constexpr (R <= kDecodeRows)
-        ((Cs * kWords % 16 ? void() : prefetch(next[g] + step * step_words + Cs * kWords)), ...);
+        ((Cs * kWords % 16 ? void() : prefetch_second_level(next[g] + step * step_words + Cs * kWords)), ...);
       const auto row_step = [&](auto row) __attribute__((always_inline)) {
         const P b = broadcast(pg + row * kTile + step, P{});
         ((acc[row * C + Cs] = dot(acc[row * C + Cs], w[Cs], b)), ...);
@@ -153,6 +153,15 @@ PM_INLINE void each_row(const AttentionCall& call, const AttentionItem& item, in
     f(row, token * stride + (kv_head * heads + head) * call.layer->head_dim);
     if (++head == heads) head = 0, ++query;
   }
+}
+
+// The lines of an item's rows, all its heads', in an array [tokens][stride].
+template <class F>
+PM_INLINE void each_line(const AttentionCall& call, const AttentionItem& item, const float* base, int64_t stride, F f) {
+  for (int kv_head = item.kv_head; kv_head < item.kv_head + item.head_count; ++kv_head)
+    each_row(call, item, kv_head, stride, [&](int, int64_t place) __attribute__((always_inline)) {
+      for (int d = 0; d < call.layer->head_dim; d += 16) f(base + place + d);
+    });
 }
 
 // The rows' queries, as the keys want to meet them.
@@ -248,12 +257,12 @@ void attend_tile(const AttentionCall& call, const Walk& walk, const TileKeys& ti
   // What the next tile has beyond: a short tile before a long one.
   if (walk.row_count <= kDecodeRows)
     for (int g = next.first + last - first; g < next.last; ++g)
-      for (int word = 0; word < layer.group_words(); word += 16) prefetch(next.keys[g] + word);
+      for (int word = 0; word < layer.group_words(); word += 16) prefetch_second_level(next.keys[g] + word);
   Steps all;  // of rows that see every key up to `end`
   if constexpr (Kind<Word>::kBytes) {
     F16 most = zero();
     for (int g = first; g < last; ++g) {
-      prefetch(ahead[g] + scales_at);
+      prefetch_second_level(ahead[g] + scales_at);
       const F16 scales = load_bf16(reinterpret_cast<const uint16_t*>(tile.keys[g] + scales_at) + kGroup);
       store(at.value_scales + g * kGroup, scales);
       most = max(most, zero_unless(tail_mask(end - g * kGroup), scales));
@@ -341,6 +350,8 @@ void attend(const AttentionCall& call, const AttentionItem& item, const Attentio
   const int padded = layer.padded_dim();
   const int64_t slot_floats = kTileRows * (padded + 2);
   const Scratch all(memory, layer);
+  if (item.partial < 0) each_line(call, item, call.out, call.out_stride, [](const float* p) { prefetch_to_write(p); });
+  if (next) each_line(call, *next, call.query, call.query_stride, [](const float* p) { prefetch(p); });
   Walk walk = walk_of(call, item, 0);
   const int first_tile = walk.tile;
   TileKeys tile(call, walk, item.kv_head, first_tile);

@@ -197,41 +197,38 @@ void AttentionPlan::build(const AttentionLayer& layer, const AttentionBatch& bat
       deal(items, num_threads);
     }
   }
-  list_extents(layer, batch, num_threads);
+  extents.resize(static_cast<size_t>(num_threads));
 }
 
-// Of the requests with one new token: with more the keys are few for the work that they cause. In the order of the items,
-// blocks that lie side by side as one extent.
-void AttentionPlan::list_extents(const AttentionLayer& layer, const AttentionBatch& batch, int num_threads) {
+// Of the requests with one new token: with more the keys are few for the work that they cause. Nor the tiles that several
+// requests share, of which the same holds. In the order of the items; blocks that lie side by side are one extent.
+void AttentionPlan::list_extents(const AttentionLayer& layer, const AttentionBatch& batch, const Team& team) {
   const int64_t head_bytes = layer.head_words() * 4;
-  extents.resize(static_cast<size_t>(num_threads));
-  for (int rank = 0; rank < num_threads; ++rank) {
-    std::vector<Extent>& out = extents[static_cast<size_t>(rank)];
-    out.clear();
-    int64_t bytes = 0;
-    const auto n = static_cast<int64_t>(items.size());
-    const auto add = [&](const AttentionItem& item, int request, int tile_begin, int tile_end) {
-      const int32_t* table = batch.block_tables + request * batch.table_stride;
-      const int first = tile_begin * kTile / layer.block_size;
-      const int last = (std::min(tile_end * kTile, batch.context_lens[request]) - 1) / layer.block_size;
-      for (int i = first; i <= last && bytes < kMostAhead; ++i) {
-        const Extent next{table[i] * layer.block_bytes() + item.kv_head * head_bytes, item.head_count * head_bytes};
-        bytes += next.bytes;
-        if (!out.empty() && out.back().begin + out.back().bytes == next.begin)
-          out.back().bytes += next.bytes;
-        else
-          out.push_back(next);
-      }
-    };
-    for (int64_t i = n * rank / num_threads; i < n * (rank + 1) / num_threads && bytes < kMostAhead; ++i) {
-      const AttentionItem& item = items[static_cast<size_t>(i)];
-      if (item.members != nullptr) {
-        add(item, item.request, 0, item.shared_tiles);
-        for (int m = 0; m < item.row_count / layer.group_heads(); ++m)
-          add(item, item.members[m], item.shared_tiles, (batch.context_lens[item.members[m]] - 1) / kTile + 1);
-      } else if (batch.query_start[item.request + 1] - batch.query_start[item.request] == 1) {
-        add(item, item.request, item.tile_begin, item.tile_begin + item.tile_count);
-      }
+  std::vector<Extent>& out = extents[static_cast<size_t>(team.rank())];
+  out.clear();
+  int64_t bytes = 0;
+  const auto add = [&](const AttentionItem& item, int request, int tile_begin, int tile_end) {
+    const int32_t* table = batch.block_tables + request * batch.table_stride;
+    const int context = batch.context_lens[request], oldest = layer.window ? std::max(0, context - layer.window) : 0;
+    const int first = std::max(tile_begin * kTile, oldest) / layer.block_size;
+    const int last = (std::min(tile_end * kTile, context) - 1) / layer.block_size;
+    for (int i = first; i <= last && bytes < kMostAhead; ++i) {
+      const Extent next{table[i] * layer.block_bytes() + item.kv_head * head_bytes, item.head_count * head_bytes};
+      bytes += next.bytes;
+      if (!out.empty() && out.back().begin + out.back().bytes == next.begin)
+        out.back().bytes += next.bytes;
+      else
+        out.push_back(next);
+    }
+  };
+  const auto n = static_cast<int64_t>(items.size());
+  for (int64_t i = team.first_of_share(n); i < team.end_of_share(n) && bytes < kMostAhead; ++i) {
+    const AttentionItem& item = items[static_cast<size_t>(i)];
+    if (item.members != nullptr) {
+      for (int m = 0; m < item.row_count / layer.group_heads(); ++m)
+        add(item, item.members[m], item.shared_tiles, (batch.context_lens[item.members[m]] - 1) / kTile + 1);
+    } else if (batch.query_start[item.request + 1] - batch.query_start[item.request] == 1) {
+      add(item, item.request, item.tile_begin, item.tile_begin + item.tile_count);
     }
   }
 }

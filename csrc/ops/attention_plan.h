@@ -11,20 +11,22 @@ namespace pm {
 
 // Which items a step has. Built once a step and walked by every layer with the same shape and window.
 struct AttentionPlan {
-  std::vector<AttentionItem> items;   // the costliest first, so that threads end together
+  std::vector<AttentionItem> items;   // each rank's share in a run, of about equal cost
   std::vector<AttentionItem> merges;  // the rows of the items that were cut, tile_count the whole range
   std::vector<int32_t> members;       // of the items that several requests share
   int num_partials = 0;
-  std::vector<std::vector<Extent>> extents;  // for each rank: what its share reads of a layer's cache, as far as it is
-                                             // worth fetching ahead
+  // For each rank, empty unless it lists them: what its share reads of a layer's cache, as far as that is worth fetching
+  // ahead.
+  std::vector<std::vector<Extent>> extents;
 
   // rows_stay: ranks take equal runs of rows through all that lies between two attentions. Then a rank attends for its own
   // rows, where their costs allow it: the queries, keys and outputs are in its cache, not in another core's.
   void build(const AttentionLayer& layer, const AttentionBatch& batch, int num_threads, bool rows_stay);
+  // The extents of the calling rank, after build().
+  void list_extents(const AttentionLayer& layer, const AttentionBatch& batch, const Team& team);
 
  private:
   void group_requests(const AttentionLayer& layer, const AttentionBatch& batch, int64_t most);
-  void list_extents(const AttentionLayer& layer, const AttentionBatch& batch, int num_threads);
 };
 
 // Runs on every rank of a region; `memory`: attention_scratch_floats() of this rank's own. No barrier at either end.

@@ -230,10 +230,10 @@ void fetch_lines(const RopeCall& call, int32_t slot) {
   const uint32_t* group = group_of(call, slot);
   const int lane = slot % kGroup, pair = layer.type == KvType::kF32 ? lane : lane / 2;
   for (int h = 0; h < layer.num_kv_heads; ++h, group += layer.head_words()) {
-    for (int step = 0; step < layer.key_steps(); ++step) prefetch(group + step * kGroup);
+    for (int step = 0; step < layer.key_steps(); ++step) prefetch_second_level(group + step * kGroup);
     const uint32_t* values = group + layer.key_steps() * kGroup + pair * layer.value_step_words();
-    for (int w = 0; w < layer.value_step_words(); w += 16) prefetch(values + w);
-    if (layer.bytes()) prefetch(group + layer.scales_at());
+    for (int w = 0; w < layer.value_step_words(); w += 16) prefetch_second_level(values + w);
+    if (layer.bytes()) prefetch_second_level(group + layer.scales_at());
   }
 }
 

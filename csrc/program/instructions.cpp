@@ -130,18 +130,18 @@ constexpr RowBest nothing_known() {
 constexpr RowBest kNothingKnown = nothing_known();
 
 // Adds what one rank knows of a row.
-void take(const RowBest& best, RowExtremes& found) {
+void merge_best(const RowBest& best, RowExtremes& found) {
   for (int lane = 0; lane < 16; ++lane) {
     const int64_t id = static_cast<int64_t>(best.step[lane]) * 16 + lane;
     if (best.value[lane] > found.highest || (best.value[lane] == found.highest && id < found.best)) {
       found.best = id;
       found.highest = best.value[lane];
     }
-    found.finite = found.finite && best.sound[lane] == 0;
+    found.finite = found.finite && best.taint[lane] == 0;
   }
 }
 
-void tell(const ProgramInputs& in, int64_t row, const RowExtremes& found) {
+void report_best(const ProgramInputs& in, int64_t row, const RowExtremes& found) {
   in.best[row] = found.best;
   in.highest[row] = found.highest;
   in.finite[row] = found.finite;
@@ -176,8 +176,8 @@ class Linear final : public Instruction {
     for_rows(team, frame, [&](int64_t row) {
       RowExtremes found{0, kLowest, true};
       const int first = team.size() == 1 ? team.rank() : 0;
-      for (int rank = first; rank < first + team.size(); ++rank) take(row_bests(frame, rank)[row - frame.first], found);
-      tell(in, row, found);
+      for (int rank = first; rank < first + team.size(); ++rank) merge_best(row_bests(frame, rank)[row - frame.first], found);
+      report_best(in, row, found);
     });
   }
   const PackedLinear* weights() const override { return s_.weight; }
@@ -267,7 +267,7 @@ class ScaleSoftcap final : public Instruction {
     for_rows(team, frame, [&](int64_t row) {
       float* logits = frame.in->logits + row * frame.in->logits_stride;
       pick_rows().scale_softcap(logits, s_.columns, s_.scale, s_.softcap);
-      tell(*frame.in, row, pick_sampling().extremes(logits, s_.columns, nullptr));
+      report_best(*frame.in, row, pick_sampling().extremes(logits, s_.columns, nullptr));
     });
   }
 

@@ -4,6 +4,8 @@
 #include <chrono>
 #include <stdexcept>
 
+#include "linear/table.h"
+
 namespace pm {
 namespace {
 
@@ -75,6 +77,7 @@ void Program::cut_segments() {
     }
     segments_.back().end = i + 1;
     segments_.back().together |= op.together();
+    together_ |= op.together() && op.rows() == RowKind::tokens;
     for (const int b : op.buffers()) {
       BufferInfo& buffer = buffers_[static_cast<size_t>(b)];
       const int segment = static_cast<int>(segments_.size()) - 1;
@@ -164,7 +167,7 @@ void Program::prepare(const ProgramInputs& in, int threads) {
   for (PlanEntry& entry : plans_) {
     const GroupInputs& group = in.groups.at(static_cast<size_t>(entry.group));
     entry.batch = {in.num_requests, in.query_start, in.context_lens, group.block_tables, group.table_stride};
-    entry.plan.build(entry.layer, entry.batch, threads, rows_stay(in.num_tokens, threads));
+    entry.plan.build(entry.layer, entry.batch, threads, !together_ && rows_stay(in.num_tokens, threads));
     partials = std::max(partials, entry.plan.num_partials * attention_partial_floats(entry.layer));
   }
   if (partials_.size() < static_cast<size_t>(partials) * sizeof(float)) {
@@ -179,6 +182,8 @@ void Program::prepare(const ProgramInputs& in, int threads) {
 
 void Program::run_segments(Team& team, const ProgramInputs& in) {
   const bool profiling = profiles(team);
+  if (pick_linear().fetches_cache)
+    for (PlanEntry& entry : plans_) entry.plan.list_extents(entry.layer, entry.batch, team);
   look_ahead(team, 0);
   for (const Segment& segment : segments_) {
     const int64_t rows = segment.rows == RowKind::tokens ? in.num_tokens : in.num_logits;

@@ -357,6 +357,7 @@ class Program:
         """One step; arrays as in kernels.ops.StepInputs, logits float32 [>= L, V]. ValueError for any wild index.
 
         If the program ends in logits: best int64 [L], highest float32 [L] and finite bool [L] as in row_extremes().
+        Where logits_kept bool [L] is false, the row of logits may stay as it was.
         """
 
     def set_profiling(self, on: bool) -> None:

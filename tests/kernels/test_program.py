@@ -129,17 +129,21 @@ def same_extremes(got: Extremes | None, want: Extremes) -> None:
         assert mine.tobytes() == other.tobytes()
 
 
-@pytest.mark.parametrize("kind", ["f32", "bf16", "int8"])
-@pytest.mark.parametrize("num_rows", [1, 13, 64])
-def test_the_best_is_found_as_logits_are_computed(isa: str, kind: Any, num_rows: int, threads: None) -> None:
+@pytest.mark.parametrize(("kind", "bias"), [("f32", False), ("bf16", True), ("int8", False), ("int8", True)])
+@pytest.mark.parametrize(("num_rows", "vocab"), [(1, 1003), (13, 1009), (64, 999)])
+def test_the_best_is_found_as_logits_are_computed(
+    isa: str, kind: Any, bias: bool, num_rows: int, vocab: int, threads: None
+) -> None:
     """Small integers, so that many logits are equal; a vocabulary that ends within a panel; a row of infinities."""
-    vocab, width = 1003, 8
+    width = 8
     draw = torch.Generator().manual_seed(num_rows)
     table = torch.randint(-2, 3, (vocab, width), generator=draw).float()
     table[0] = 2.0
     ids = torch.randint(1, vocab, (num_rows,), generator=draw, dtype=torch.int32)
-    embedding, head = _native.PackedLinear("f32", vocab, width), _native.PackedLinear(kind, vocab, width)
+    embedding, head = _native.PackedLinear("f32", vocab, width), _native.PackedLinear(kind, vocab, width, bias=bias)
     head.write_floats(0, table)
+    if bias:
+        head.write_bias(0, torch.randint(-1, 2, (vocab,), generator=draw).float())
     if num_rows > 1:
         ids[-1] = 7
         table[7, 3] = torch.inf

@@ -122,6 +122,25 @@ def test_a_long_prompt_with_logprobs_is_computed_in_parts(monkeypatch: pytest.Mo
     assert driver.output("a") == driver.output("b") == continuation(PROMPT, 1)
 
 
+def test_rows_of_every_part_get_their_best_token_though_no_logits_of_theirs_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last part holds a prompt's last token alone, or a row that another prompt left no room for."""
+    monkeypatch.setattr(model_runner, "MAX_PROMPT_LOGITS", 4)
+    driver = Driver()
+    driver.add("a", PROMPT[:5], prompt_logprobs=0)
+    driver.add("b", PROMPT[:2])
+    driver.step({"a": 5, "b": 2})
+    assert driver.backend.batches == [[4, 2], [1]]
+    assert driver.output("a") == continuation(PROMPT[:5], 1)
+    assert driver.output("b") == continuation(PROMPT[:2], 1)
+    driver.add("c", PROMPT[:4], prompt_logprobs=0)
+    driver.step({"c": 4, "a": 1})
+    assert driver.backend.batches[2:] == [[4], [1]]
+    assert driver.output("a") == continuation(PROMPT[:5], 2)
+    assert driver.output("c") == continuation(PROMPT[:4], 1)
+
+
 def test_a_grammars_mask_follows_the_plan_though_only_some_rows_sample() -> None:
     driver = Driver()
     driver.add("a", PROMPT)

@@ -7,6 +7,7 @@ picker (native.py) does the same in one pass over each row. Neither may let rows
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from pagemill.sampling.noise import uniforms
 from pagemill.sampling.table import SamplingTable
 
-__all__ = ["Extremes", "Picker", "RowLogprobs", "TorchPicker", "filtered"]
+__all__ = ["Extremes", "Picker", "RowLogprobs", "TorchPicker", "filtered", "joined"]
 
 Rows = NDArray[np.int64]
 _FIRST_TOP_P = 256
@@ -33,6 +34,14 @@ class Extremes(NamedTuple):
     def first(self, count: int) -> Extremes:
         """Of the first rows."""
         return Extremes(self.best[:count], self.highest[:count], self.finite[:count])
+
+
+def joined(parts: Sequence[Extremes | None]) -> Extremes | None:
+    """Of the rows of all parts, in order; None where one does not know."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    return Extremes(*(np.concatenate(columns) for columns in zip(*known, strict=True)))
 
 
 class RowLogprobs(NamedTuple):

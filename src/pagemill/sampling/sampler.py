@@ -109,7 +109,7 @@ class Sampler:
         """One token for each row of logits float32 [R, V], which are overwritten.
 
         ``rows`` [R]: permanent rows; ``positions`` [R]: index in its sequence of the token to draw; ``constraints``:
-        what grammars allow the R rows; ``extremes``: of the logits, if known.
+        what grammars allow the R rows; ``extremes``: of the logits, if known, overwritten too.
         """
         asked = np.flatnonzero(self.table.num_logprobs[rows] >= 0)
         drawn = np.flatnonzero(~self.table.greedy[rows])
@@ -123,9 +123,9 @@ class Sampler:
         raw = self._raw(logits, rows, plain, len(bound.written) > 0 and len(plain) > 0)
         changed = self._change(logits, rows, bound)
         if len(changed):
-            best, highest, _ = self._picker.best(logits)
-            tokens[changed] = best[changed]
-            nothing = changed[np.isneginf(highest[changed])]  # every token is forbidden
+            among = logits if len(changed) == len(rows) else logits[torch.from_numpy(changed).to(logits.device)]
+            tokens[changed], highest, _ = self._picker.best(among)
+            nothing = changed[np.isneginf(highest)]  # every token is forbidden
             if len(nothing):
                 non_finite[nothing] = True
                 logits[torch.from_numpy(nothing).to(logits.device)] = 0.0

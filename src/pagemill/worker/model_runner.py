@@ -5,6 +5,8 @@ Owns the order of effects within a step::
     execute(plan)   drop rows -> add rows -> append blocks -> copy blocks -> forward (KV is written) -> progress
     sample(...)     a token for every row whose tokens are all computed -> append it to the row
 
+Logits are stored for the rows that the sampler reads; of the others only the best token may be known.
+
 Must not decide what is computed (the core does) nor how (a :class:`Backend` does).
 """
 
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 from pagemill.core.messages import NewRow, SchedulerOutput, StepResult, TokenLogprobs
 from pagemill.memory_plan import MAX_PROMPT_LOGITS
 from pagemill.sampling.constraints import Constraints
+from pagemill.sampling.picker import joined
 from pagemill.sampling.sampler import Sampled, Sampler
 from pagemill.sampling.table import RowRequest
 from pagemill.worker.backend import Backend, Computed
@@ -61,7 +64,7 @@ class ModelRunner:
         if self._prompt_logprobs:
             self._execute_in_parts(plan, forward, counts)
         elif len(rows):
-            self._forward_part(plan.request_ids, forward, np.arange(len(rows)), counts, keep=False)
+            self._forward_part(plan.request_ids, forward, np.arange(len(rows)), counts, more=False)
         return forward
 
     def sample(self, plan: SchedulerOutput, constraints: Constraints | None, forward: Forward) -> StepResult:
@@ -75,7 +78,7 @@ class ModelRunner:
         index, (logits, extremes) = forward.sampled[0], forward.computed[0]
         if len(forward.sampled) > 1:
             index, logits = np.concatenate(forward.sampled), torch.cat([part.rows for part in forward.computed])
-            extremes = None
+            extremes = joined([part.extremes for part in forward.computed])
         rows = forward.rows[index]
         positions = self.batch.num_tokens[rows].astype(np.int64)
         allowed = None if constraints is None else constraints.of(index)
@@ -154,10 +157,10 @@ class ModelRunner:
                     room -= part[i]
             remaining = remaining - part
             index = np.flatnonzero(part)
-            self._forward_part(plan.request_ids, forward, index, part[index], keep=bool(remaining.any()))
+            self._forward_part(plan.request_ids, forward, index, part[index], more=bool(remaining.any()))
 
-    def _forward_part(self, names: list[str], forward: Forward, index: Rows, counts: Rows, *, keep: bool) -> None:
-        """Run the requests ``index`` of the plan over ``counts`` tokens each; ``keep``: another part follows."""
+    def _forward_part(self, names: list[str], forward: Forward, index: Rows, counts: Rows, *, more: bool) -> None:
+        """Run the requests ``index`` of the plan over ``counts`` tokens each; ``more``: another part follows."""
         batch, rows = self.batch, forward.rows[index]
         ends = batch.ends(rows, counts)
         last_token = counts.cumsum() - 1
@@ -165,11 +168,10 @@ class ModelRunner:
         if not ends.all():
             due, logits_rows = index[ends], last_token[ends]
         prompt_rows = self._prompt_positions(rows, counts)
-        kept = None
-        if prompt_rows or keep:
+        kept = self.sampler.reads(forward.rows[due])
+        if prompt_rows:
             logits_rows = np.concatenate([logits_rows, *(tokens for _, tokens in prompt_rows)])
-        else:
-            kept = self.sampler.reads(forward.rows[due])
+            kept = np.concatenate([kept, np.ones(len(logits_rows) - len(due), np.bool_)])
         logits, extremes = self.backend.forward(batch.build(rows, counts, logits_rows, self.backend.device, kept))
         start = len(due)
         for i, tokens in prompt_rows:
@@ -180,7 +182,7 @@ class ModelRunner:
             forward.sampled.append(due)
             mine = logits[: len(due)]
             extremes = None if extremes is None else extremes.first(len(due))
-            forward.computed.append(Computed(mine.clone(), extremes) if keep else Computed(mine, extremes))
+            forward.computed.append(Computed(mine.clone(), extremes) if more else Computed(mine, extremes))
 
     def _prompt_positions(self, rows: Rows, counts: Rows) -> list[tuple[int, Rows]]:
         """(index in rows, step tokens whose logits foretell the next prompt token) where prompt_logprobs is asked."""
