@@ -52,7 +52,7 @@ class Nothing:
     def forward(self, inputs: StepInputs) -> Computed:
         """The same every time; penalties, which change logits, are not measured here."""
         count = len(inputs.logits_rows)
-        return Computed(self.logits[:count], Extremes(*(column[:count].copy() for column in self.extremes)))
+        return Computed(self.logits[:count], Extremes(*(column.copy() for column in self.extremes.first(count))))
 
     def copy_blocks(self, copies: list[BlockCopy]) -> None:
         """No memory, no blocks."""

@@ -2,6 +2,7 @@
 // tests/kernels/test_ops.py.
 #pragma once
 
+#include "isa/exp2.h"
 #include "isa/lanes.h"
 
 namespace pm::PM_ISA {
@@ -9,9 +10,8 @@ namespace pm::PM_ISA {
 // The lanes below n: a row's tail.
 PM_INLINE Mask tail_mask(int64_t n) { return static_cast<Mask>(n >= 16 ? 0xffffu : (1u << n) - 1); }
 
-// 2^x, relative error < 2e-7 for x in [-125, 127]; 0 below -150, NaN stays. Split x = n + f with |f| <= 1/2; 2^f by
-// the polynomial of degree 5 with the least relative error among those with exp2(0) = 1 exactly: merging a tile that
-// holds nothing for a row must leave the row's bits alone.
+// 2^x, relative error < 2e-7 for x in [-125, 127]; 0 below -150, NaN stays. Split x = n + f with |f| <= 1/2.
+// exp2(0) is 1 exactly: merging a tile that holds nothing for a row must leave the row's bits alone.
 template <int N>
 PM_INLINE void exp2(F16 (&x)[N]) {  // in place, side by side
   F16 n[N], p[N];
@@ -24,12 +24,9 @@ PM_INLINE void exp2(F16 (&x)[N]) {  // in place, side by side
   };
   each([&](int i) __attribute__((always_inline)) { x[i] = max(set1(-150.0f), x[i]); });
   each([&](int i) __attribute__((always_inline)) { n[i] = round(x[i]); });
-  each([&](int i) __attribute__((always_inline)) { x[i] = sub(x[i], n[i]), p[i] = set1(1.3264727208e-03f); });
-  times_x_plus(9.6715127399e-03f);
-  times_x_plus(5.5507337442e-02f);
-  times_x_plus(2.4022242084e-01f);
-  times_x_plus(6.9314697760e-01f);
-  times_x_plus(1.0f);
+  each([&](int i) __attribute__((always_inline)) { x[i] = sub(x[i], n[i]), p[i] = set1(kExp2[0]); });
+#pragma GCC unroll 5
+  for (int i = 1; i < 6; ++i) times_x_plus(kExp2[i]);
   each([&](int i) __attribute__((always_inline)) { x[i] = scale2(p[i], n[i]); });
 }
 PM_INLINE F16 exp2(F16 x) {

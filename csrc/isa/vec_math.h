@@ -1,20 +1,18 @@
 // Elementary functions on F32, the same polynomial for every instruction set.
 #pragma once
 
+#include "isa/exp2.h"
+
 namespace pm::PM_ISA {
 
-// 2^x for |x| <= 126, beyond which it is as at the bound; relative error below 2e-7. x = n + f with |f| <= 1/2; 2^f by the
-// polynomial of degree 5 with the least relative error (coefficients as in lanes_math.h). NaN stays.
+// 2^x for |x| <= 126, beyond which it is as at the bound; relative error below 2e-7. x = n + f with |f| <= 1/2. NaN stays.
 inline F32 exp2_f32(F32 x) {
   x = vmin(splat(126.0f), vmax(splat(-126.0f), x));
   const I32 n = round_i32(x);
   const F32 f = x - to_f32(n);
-  F32 p = splat(1.3264727208e-03f);
-  p = fma(p, f, splat(9.6715127399e-03f));
-  p = fma(p, f, splat(5.5507337442e-02f));
-  p = fma(p, f, splat(2.4022242084e-01f));
-  p = fma(p, f, splat(6.9314697760e-01f));
-  p = fma(p, f, splat(1.0f));
+  F32 p = splat(kExp2[0]);
+#pragma GCC unroll 5
+  for (int i = 1; i < 6; ++i) p = fma(p, f, splat(kExp2[i]));
   return times_power_of_two(p, n);
 }
 

@@ -12,8 +12,8 @@ inline Ahead panel_at(const PackedLinear& w, int64_t panel) {
           w.scales.as<uint16_t>() + panel * w.scale_panel_halves};
 }
 
-// How a kind's tiles fetch of the KV cache: at `times` places, `bytes_each` at each at the most. A line that a tile
-// fetches costs it some three cycles, and spares the attention five to eight.
+// How a kind's tiles fetch of the KV cache: at `times` places, `bytes_each` at each at the most. A tile that
+// fetches is slower, by less than the attention is spared.
 struct CacheFetch {
   int64_t times, bytes_each;
 

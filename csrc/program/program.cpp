@@ -77,7 +77,6 @@ void Program::cut_segments() {
     }
     segments_.back().end = i + 1;
     segments_.back().together |= op.together();
-    together_ |= op.together() && op.rows() == RowKind::tokens;
     for (const int b : op.buffers()) {
       BufferInfo& buffer = buffers_[static_cast<size_t>(b)];
       const int segment = static_cast<int>(segments_.size()) - 1;
@@ -164,10 +163,13 @@ void Program::run(const ProgramInputs& in) {
 
 void Program::prepare(const ProgramInputs& in, int threads) {
   int64_t partials = 0;
+  const bool stay = rows_stay(in.num_tokens, threads) && std::none_of(segments_.begin(), segments_.end(), [](auto& s) {
+                      return s.together && s.rows == RowKind::tokens;
+                    });
   for (PlanEntry& entry : plans_) {
     const GroupInputs& group = in.groups.at(static_cast<size_t>(entry.group));
     entry.batch = {in.num_requests, in.query_start, in.context_lens, group.block_tables, group.table_stride};
-    entry.plan.build(entry.layer, entry.batch, threads, !together_ && rows_stay(in.num_tokens, threads));
+    entry.plan.build(entry.layer, entry.batch, threads, stay);
     partials = std::max(partials, entry.plan.num_partials * attention_partial_floats(entry.layer));
   }
   if (partials_.size() < static_cast<size_t>(partials) * sizeof(float)) {

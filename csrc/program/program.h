@@ -168,7 +168,6 @@ class Program {
   int64_t max_tokens_, max_logits_, tile_rows_;
   int64_t scratch_floats_ = 16;
   bool finished_ = false;
-  bool together_ = false;  // some instruction on tokens is
   std::vector<BufferInfo> buffers_;
   std::vector<std::unique_ptr<Instruction>> instructions_;
   std::vector<Segment> segments_;
