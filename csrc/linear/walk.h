@@ -66,7 +66,7 @@ void walk(Team& team, const LinearArgs& args, SumPanel sum, int tile_rows, int64
     const int64_t first_row = x.rows * block / blocks, rows = x.rows * (block + 1) / blocks - first_row;
     const int64_t tiles = (rows + tile_rows - 1) / tile_rows;
     Ahead ahead = after(task);
-    ahead.stride = kStepBytes / tiles;
+    ahead.stride = (kStepBytes + tiles - 1) / tiles;
     for (int64_t t = 0; t < tiles; ++t) {  // tiles of nearly equal height
       const int64_t from = first_row + rows * t / tiles, to = first_row + rows * (t + 1) / tiles;
       const int height = static_cast<int>(to - from);
