@@ -21,6 +21,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/team.h"
+
 namespace pm {
 
 enum class KvType : int32_t { kBf16 = 0, kF32 = 1, kI8 = 2 };
@@ -88,10 +90,9 @@ struct AttentionCall {
   float* partials;  // [num_partials][attention_partial_floats]
 };
 
-// What each instruction set provides. `memory`: attention_scratch_floats() floats of this thread alone. `next`: the
-// item that this thread takes afterwards, or null; its first keys are fetched on the way.
+// What each instruction set provides. `memory`: attention_scratch_floats() floats of this thread alone.
 struct AttentionTable {
-  void (*item)(const AttentionCall&, const AttentionItem&, const AttentionItem* next, float* memory);
+  void (*items)(Team&, const AttentionCall&, const AttentionItem* items, int64_t n, float* memory);
   void (*merge)(const AttentionCall&, const AttentionItem&, float* memory);
 };
 const AttentionTable& pick_attention();

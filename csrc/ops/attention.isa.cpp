@@ -206,15 +206,14 @@ PM_INLINE Walk walk_of(const AttentionCall& call, const AttentionItem& item, int
   return {request, 0, (i - 1) * heads, heads, item.shared_tiles, tiles};
 }
 
-// The keys of one tile that the rows of a walk can see, and where their groups lie.
+// The keys of one tile that the rows of a walk can see.
 struct TileKeys {
   int start;        // position of the request's first query
   int base;         // position of the tile's first key
   int end;          // keys of the tile up to the newest query, or to the context's end
   int first, last;  // groups of the tile to read
-  const uint32_t* keys[kTileGroups];
 
-  TileKeys(const AttentionCall& call, const Walk& walk, int kv_head, int tile) {
+  TileKeys(const AttentionCall& call, const Walk& walk, int tile) {
     const AttentionLayer& layer = *call.layer;
     const AttentionBatch& batch = *call.batch;
     const int r = walk.request, heads = layer.group_heads();
@@ -227,43 +226,113 @@ struct TileKeys {
     const int oldest = layer.window ? first_query - layer.window + 1 - base : 0;
     first = oldest > 0 ? oldest / kGroup : 0;
     last = (end + kGroup - 1) / kGroup;
-    const int per_block = layer.block_size / kGroup, first_group = base / kGroup + first;
-    const int64_t block_bytes = layer.block_bytes(), group_words = layer.group_words();
-    const int64_t head_words = kv_head * layer.head_words();
-    const int32_t* table = batch.block_tables + r * batch.table_stride + first_group / per_block;
-    int inside = first_group % per_block;
-    for (int g = first; g < last; ++g) {
-      keys[g] = reinterpret_cast<const uint32_t*>(call.cache + *table * block_bytes) + head_words + inside * group_words;
-      if (++inside == per_block) inside = 0, ++table;
-    }
   }
 };
 
-// One tile for the rows of a walk: fills tile_max, tile_sum and tile_out. `next`: the tile that this thread reads
-// afterwards. Blocks lie anywhere in memory, where the hardware does not see them coming; few rows pay for each miss.
+// Where the groups lie that a thread reads, from an item's first on and through the items up to `end`, in the order of the
+// walks. Blocks lie anywhere in memory, where the hardware does not see them coming: what is read kAhead groups later is
+// fetched while a group is in work.
+class GroupStream {
+ public:
+  static constexpr int kAhead = kTileGroups;
+
+  explicit GroupStream(const AttentionCall& call)
+      : call_(call), per_block_(call.layer->block_size / kGroup), block_bytes_(call.layer->block_bytes()),
+        group_bytes_(call.layer->group_words() * 4) {}
+
+  // Makes `item` the one that is read: it is already where it follows the item before, unless the stream ended there.
+  void read(const AttentionItem* item, const AttentionItem* end) {
+    if (item != reading_ || item == end_) {
+      known_ = 0;
+      item_ = item, end_ = end;
+      begin_item();
+    }
+    reading_ = item + 1;  // from its last group on
+  }
+
+  // The next `groups` groups, at most kTileGroups, and the kAhead after those.
+  const uint32_t* const* look(int groups) {
+    for (; known_ < groups + kAhead; ++known_) window_[known_] = item_ == end_ ? window_[0] : take();
+    return window_;
+  }
+  void pass(int groups) {
+    known_ -= groups;
+    for (int i = 0; i < kAhead; ++i) window_[i] = window_[i + groups];
+  }
+
+ private:
+  const uint32_t* take() {
+    const auto* group = reinterpret_cast<const uint32_t*>(head_ + *table_ * block_bytes_ + inside_ * group_bytes_);
+    if (--left_ == 0) {
+      next_walk();
+    } else if (++inside_ == per_block_) {
+      inside_ = 0, ++table_;
+    }
+    return group;
+  }
+  void begin_item() {
+    walks_ = num_walks(call_, *item_);
+    walk_ = 0, kv_head_ = item_->kv_head;
+    begin_walk();
+  }
+  void begin_walk() {
+    const AttentionLayer& layer = *call_.layer;
+    const AttentionBatch& batch = *call_.batch;
+    const Walk walk = walk_of(call_, *item_, walk_);
+    const int r = walk.request, heads = layer.group_heads();
+    const int start = batch.context_lens[r] - (batch.query_start[r + 1] - batch.query_start[r]);
+    const int oldest = layer.window ? start + walk.row_begin / heads - layer.window + 1 : 0;
+    const int newest = layer.causal ? start + (walk.row_begin + walk.row_count - 1) / heads + 1 : batch.context_lens[r];
+    const int begin = oldest > walk.tile * kTile ? oldest / kGroup : walk.tile * kTileGroups;
+    const int most = walk.tile_end * kTileGroups, last = (newest + kGroup - 1) / kGroup;
+    left_ = (last < most ? last : most) - begin;
+    head_ = call_.cache + kv_head_ * layer.head_words() * 4;
+    inside_ = begin % per_block_;
+    table_ = batch.block_tables + r * batch.table_stride + begin / per_block_;
+  }
+  void next_walk() {
+    do {
+      if (++walk_ < walks_) {
+        begin_walk();
+      } else if (walk_ = 0; ++kv_head_ < item_->kv_head + item_->head_count) {
+        begin_walk();
+      } else if (++item_ != end_) {
+        begin_item();
+      } else {
+        return;
+      }
+    } while (left_ <= 0);
+  }
+
+  const AttentionCall& call_;
+  const int per_block_;
+  const int64_t block_bytes_, group_bytes_;
+  const AttentionItem *reading_ = nullptr, *item_ = nullptr, *end_ = nullptr;
+  int walks_ = 1, walk_ = 0, kv_head_ = 0;
+  int left_ = 0, inside_ = 0;  // groups of the walk to come, and which of its block the next one is
+  const uint8_t* head_ = nullptr;
+  const int32_t* table_ = nullptr;
+  const uint32_t* window_[kTileGroups + kAhead];
+  int known_ = 0;
+};
+
+// One tile for the rows of a walk: fills tile_max, tile_sum and tile_out. Few rows fetch ahead as they go: they would pay
+// for each miss.
 template <class Word>
-void attend_tile(const AttentionCall& call, const Walk& walk, const TileKeys& tile, const TileKeys& next,
+void attend_tile(const AttentionCall& call, const Walk& walk, const TileKeys& tile, const uint32_t* const* keys,
                  const Scratch& at) {
   const AttentionLayer& layer = *call.layer;
   const int heads = layer.group_heads(), padded = layer.padded_dim(), steps = layer.key_steps();
   const int query_words = layer.query_words(), scales_at = layer.scales_at();
   constexpr int value_steps = Kind<Word>::kValueSteps;
   const int first = tile.first, last = tile.last, end = tile.end;
-  const uint32_t* ahead[kTileGroups];
-  for (int g = first; g < last; ++g) {
-    const int other = g - first + next.first;
-    ahead[g] = other < next.last ? next.keys[other] : tile.keys[g];
-  }
-  // What the next tile has beyond: a short tile before a long one.
-  if (walk.row_count <= kDecodeRows)
-    for (int g = next.first + last - first; g < next.last; ++g)
-      for (int word = 0; word < layer.group_words(); word += 16) prefetch_second_level(next.keys[g] + word);
+  const uint32_t* const* ahead = keys + GroupStream::kAhead;
   Steps all;  // of rows that see every key up to `end`
   if constexpr (Kind<Word>::kBytes) {
     F16 most = zero();
     for (int g = first; g < last; ++g) {
-      prefetch_second_level(ahead[g] + scales_at);
-      const F16 scales = load_bf16(reinterpret_cast<const uint16_t*>(tile.keys[g] + scales_at) + kGroup);
+      prefetch_second_level(ahead[g - first] + scales_at);
+      const F16 scales = load_bf16(reinterpret_cast<const uint16_t*>(keys[g - first] + scales_at) + kGroup);
       store(at.value_scales + g * kGroup, scales);
       most = max(most, zero_unless(tail_mask(end - g * kGroup), scales));
     }
@@ -278,8 +347,8 @@ void attend_tile(const AttentionCall& call, const Walk& walk, const TileKeys& ti
       const int cols = last - g < kMaxCols ? last - g : kMaxCols;
       with_count<kMaxRows>(rows, [&](auto r) {
         with_count<kMaxCols>(cols, [&](auto c) {
-          score_block_at<Word, r, c>(at.query + row * query_words, query_words, at.start + row, tile.keys + g, steps,
-                                     scales_at, at.scores + row * kTile + g * kGroup, ahead + g);
+          score_block_at<Word, r, c>(at.query + row * query_words, query_words, at.start + row, keys + g - first, steps,
+                                     scales_at, at.scores + row * kTile + g * kGroup, ahead + g - first);
         });
       });
     }
@@ -307,14 +376,14 @@ void attend_tile(const AttentionCall& call, const Walk& walk, const TileKeys& ti
       const int cols = (padded - d) / 16 < kMaxCols ? (padded - d) / 16 : kMaxCols;
       const uint32_t *from[kTileGroups], *next_from[kTileGroups];
       const int at_dim = kGroup * steps + (Kind<Word>::kBytes ? d / 2 : d);
-      for (int g = first; g < last; ++g) from[g] = tile.keys[g] + at_dim;
-      for (int g = first; g < last; ++g) next_from[g] = ahead[g] + at_dim;
+      for (int i = 0; i < last - first; ++i) from[i] = keys[i] + at_dim;
+      for (int i = 0; i < last - first; ++i) next_from[i] = ahead[i] + at_dim;
       with_count<kMaxRows>(rows, [&](auto r) {
         with_count<kMaxCols>(cols, [&](auto c) {
           value_block_at<Word, r, c>(reinterpret_cast<const uint32_t*>(at.scores) + row * kTile + first * value_steps,
-                                         from + first, last - first, value_steps, last_steps, odd,
+                                         from, last - first, value_steps, last_steps, odd,
                                          layer.value_step_words(), at.unit + row, at.tile_out + row * padded + d, padded,
-                                         next_from + first);
+                                         next_from);
         });
       });
     }
@@ -331,42 +400,28 @@ PM_INLINE void write_rows(const AttentionCall& call, const AttentionItem& item, 
   });
 }
 
-// What this thread reads after a tile of a walk of an item.
-PM_INLINE TileKeys keys_after(const AttentionCall& call, const AttentionItem& item, int kv_head, int w, const Walk& walk,
-                              int tile, const AttentionItem* next) {
-  const auto start_of = [&](const AttentionItem& other, int head, int i) {
-    const Walk first = walk_of(call, other, i);
-    return TileKeys(call, first, head, first.tile);
-  };
-  if (tile + 1 < walk.tile_end) return TileKeys(call, walk, kv_head, tile + 1);
-  if (w + 1 < num_walks(call, item)) return start_of(item, kv_head, w + 1);
-  if (kv_head + 1 < item.kv_head + item.head_count) return start_of(item, kv_head + 1, 0);
-  return next ? start_of(*next, next->kv_head, 0) : start_of(item, kv_head, 0);
-}
-
 template <class Word>
-void attend(const AttentionCall& call, const AttentionItem& item, const AttentionItem* next, float* memory) {
+void attend(const AttentionCall& call, const AttentionItem& item, const AttentionItem* next, GroupStream& stream,
+            float* memory) {
   const AttentionLayer& layer = *call.layer;
   const int padded = layer.padded_dim();
   const int64_t slot_floats = kTileRows * (padded + 2);
   const Scratch all(memory, layer);
   if (item.partial < 0) each_line(call, item, call.out, call.out_stride, [](const float* p) { prefetch_to_write(p); });
   if (next) each_line(call, *next, call.query, call.query_stride, [](const float* p) { prefetch(p); });
-  Walk walk = walk_of(call, item, 0);
-  const int first_tile = walk.tile;
-  TileKeys tile(call, walk, item.kv_head, first_tile);
+  const int first_tile = walk_of(call, item, 0).tile;
   for (int kv_head = item.kv_head; kv_head < item.kv_head + item.head_count; ++kv_head) {
     stage_queries<Word>(call, item, kv_head, all);
     for (int w = 0; w < num_walks(call, item); ++w) {
-      walk = walk_of(call, item, w);
+      const Walk walk = walk_of(call, item, w);
       const Scratch at = all.from(walk.row, layer);
       for (int t = walk.tile; t < walk.tile_end; ++t) {
-        const TileKeys after = keys_after(call, item, kv_head, w, walk, t, next);
         Scratch found = at;
         if (item.partial < 0 && t == first_tile)  // what a tile finds is what is known so far
           found.tile_out = at.out, found.tile_max = at.max, found.tile_sum = at.sum;
-        attend_tile<Word>(call, walk, tile, after, found);
-        tile = after;
+        const TileKeys tile(call, walk, t);
+        attend_tile<Word>(call, walk, tile, stream.look(tile.last - tile.first), found);
+        stream.pass(tile.last - tile.first);
         if (item.partial >= 0) {
           float* slot = call.partials + (item.partial + t - first_tile) * slot_floats;
           std::memcpy(slot, at.tile_max, sizeof(float) * kTileRows);
@@ -397,17 +452,28 @@ void attention_merge(const AttentionCall& call, const AttentionItem& item, float
   write_rows(call, item, item.kv_head, at.out, at.sum);
 }
 
-void attention_item(const AttentionCall& call, const AttentionItem& item, const AttentionItem* next, float* memory) {
+template <class Word>
+void attend_all(Team& team, const AttentionCall& call, const AttentionItem* items, int64_t n, float* memory) {
+  const int64_t own_end = team.end_of_share(n);
+  GroupStream stream(call);
+  team.for_each(n, [&](int64_t i) {
+    const AttentionItem* end = items + (i < own_end ? own_end : n);  // of those that this thread is likely to take
+    stream.read(items + i, end);
+    attend<Word>(call, items[i], items + i + 1 == end ? nullptr : items + i + 1, stream, memory);
+  });
+}
+
+void attention_items(Team& team, const AttentionCall& call, const AttentionItem* items, int64_t n, float* memory) {
   switch (call.layer->type) {
-    case KvType::kBf16: return attend<Bf16Word>(call, item, next, memory);
-    case KvType::kF32: return attend<F32Word>(call, item, next, memory);
-    case KvType::kI8: return attend<I8Word>(call, item, next, memory);
+    case KvType::kBf16: return attend_all<Bf16Word>(team, call, items, n, memory);
+    case KvType::kF32: return attend_all<F32Word>(team, call, items, n, memory);
+    case KvType::kI8: return attend_all<I8Word>(team, call, items, n, memory);
   }
 }
 
 }  // namespace
 
 extern const AttentionTable attention_table;
-const AttentionTable attention_table = {attention_item, attention_merge};
+const AttentionTable attention_table = {attention_items, attention_merge};
 
 }  // namespace pm::PM_ISA

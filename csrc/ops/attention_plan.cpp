@@ -235,12 +235,7 @@ void AttentionPlan::list_extents(const AttentionLayer& layer, const AttentionBat
 
 void attention_run(Team& team, const AttentionPlan& plan, const AttentionCall& call, float* memory) {
   const AttentionTable& table = pick_attention();
-  const AttentionItem* held = nullptr;  // until the next item is drawn, so that its keys can be fetched on the way
-  team.for_each(static_cast<int64_t>(plan.items.size()), [&](int64_t i) {
-    if (held) table.item(call, *held, &plan.items[i], memory);
-    held = &plan.items[i];
-  });
-  if (held) table.item(call, *held, nullptr, memory);
+  table.items(team, call, plan.items.data(), static_cast<int64_t>(plan.items.size()), memory);
   if (plan.merges.empty()) return;
   team.barrier();
   const auto merges = static_cast<int64_t>(plan.merges.size());

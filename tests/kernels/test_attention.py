@@ -133,6 +133,24 @@ def test_a_broken_neighbour_stays_alone(isa: str, kv: str, part: str) -> None:
     assert both[1].isnan().all()
 
 
+@pytest.mark.parametrize("shape", [Shape(heads=9, kv_heads=3, kv="i8"), Shape(window=70)], ids=str)
+def test_ranks_that_take_each_others_requests(isa: str, threads: None, shape: Shape) -> None:
+    """More ranks than cores: one that has its share done takes what others have not begun, wherever it lies."""
+    generator = torch.Generator().manual_seed(11)
+    lengths = torch.randint(1, 600, (24,), generator=generator).tolist()
+    cache = PagedCache(shape, lengths, generator)
+    whole = [make_qkv(shape, n, generator) for n in lengths]
+    for row, qkv in enumerate(whole):
+        cache.write(row, 0, qkv)
+    queries = [queries_of(shape, qkv)[-1:] for qkv in whole]
+    alone = [attend(shape, cache, [query], [i], [lengths[i]])[0] for i, query in enumerate(queries)]
+    for num_threads in (2, 3, 5):
+        _native.set_num_threads(num_threads)
+        for _ in range(40):
+            together = attend(shape, cache, queries, list(range(len(lengths))), lengths)
+            assert torch.equal(torch.cat(together), torch.cat(alone)), num_threads
+
+
 def shared_cache(
     shape: Shape, requests: list[tuple[int, int, int]], generator: torch.Generator
 ) -> tuple[PagedCache, list[torch.Tensor], list[int]]:
