@@ -75,7 +75,9 @@ $(SANITIZED)/races: tests/kernels/races.cpp $(NATIVE)
 	$(CXX) -std=c++20 -O1 -g1 -ffp-contract=off -fsanitize=thread -pthread -Icsrc -DPM_ISA=portable -DPM_ISA_IS_PORTABLE=1 \
 	  $< $(filter-out %/bindings_core.cpp %/ceilings.cpp %/ceilings.isa.cpp,$(wildcard csrc/core/*.cpp)) \
 	  $(filter-out %/bindings_ops.cpp,$(wildcard csrc/ops/*.cpp)) \
-	  $(filter-out %/bindings_linear.cpp,$(wildcard csrc/linear/*.cpp)) -o $@
+	  $(filter-out %/bindings_linear.cpp,$(wildcard csrc/linear/*.cpp)) \
+	  $(filter-out %/bindings_program.cpp,$(wildcard csrc/program/*.cpp)) \
+	  $(filter-out %/bindings_sampling.cpp,$(wildcard csrc/sampling/*.cpp)) -o $@
 
 # What slow tests need beside that: the driver of a browser that the machine has.
 $(VENV)/.installed-slow: $(VENV)/.installed-test

@@ -154,7 +154,14 @@ Global& global() {
 }  // namespace
 
 void Team::barrier() {
+  arrive(false);
+  await();
+}
+
+void Team::arrive(bool share_ready) {
   if (size_ == 1) return;
+  await();
+  share_ready_ = share_ready;
   const int used = since_barrier_;
   since_barrier_ = 0;
   ++generation_;
@@ -170,7 +177,13 @@ void Team::barrier() {
     }
     return;
   }
+  pending_ = true;
+}
+
+void Team::await() {
+  if (!pending_) return;
   spin_until([this] { return shared_->generation.load(std::memory_order_acquire) == generation_; });
+  pending_ = false;
 }
 
 // Each for_each takes the next of kSlots rows of counters. A row is zeroed by the last rank to arrive at the barrier

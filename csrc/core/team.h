@@ -28,6 +28,11 @@ class Team {
   // Every rank arrives before any leaves; what was written before it is visible after it.
   void barrier();
 
+  // The first half of a barrier, whose second half is in the next for_each: before this rank helps others or, unless
+  // `share_ready` says that its own share reads nothing that others wrote, before all of it. So ranks whose work was
+  // unequal do not wait while they have other work. Every rank arrives, each with a `share_ready` of its own.
+  void arrive(bool share_ready);
+
   // Runs f(task) for task = 0 .. n-1, each exactly once: first(rank) and on by `rank`, the rest by who is done first. No
   // barrier before or after: a rank returns when no task is left to draw, while others may still run theirs. Every rank
   // must make the same calls in the same order. A caller wants tasks of 100 ns or more, and several per rank.
@@ -41,6 +46,7 @@ class Team {
     for (int turn = 0; turn < size_; ++turn) {
       const int owner = rank_ + turn < size_ ? rank_ + turn : rank_ + turn - size_;
       const int64_t first = first_task(n, owner), count = first_task(n, owner + 1) - first;
+      if (pending_ && (turn > 0 || !share_ready_)) await();
       for (int64_t i; (i = draw(slot, owner, count)) < count;) f(first + i);
     }
   }
@@ -58,6 +64,7 @@ class Team {
 
   Team(int rank, int size, detail::Shared* shared) : rank_(rank), size_(size), shared_(shared) {}
   int64_t first_task(int64_t n, int rank) const { return n * rank / size_; }
+  void await();
   int open_slot();
   // Out of line: this header is read by *.isa.cpp files, where an inline copy could be built for the wrong CPU.
   int64_t draw(int slot, int owner, int64_t count);
@@ -65,7 +72,9 @@ class Team {
   int rank_;
   int size_;
   detail::Shared* shared_;
-  uint32_t generation_ = 0;  // barriers passed
+  uint32_t generation_ = 0;  // barriers arrived at
+  bool pending_ = false;     // at the last of them not all have arrived, as far as is known
+  bool share_ready_ = false;
   int slot_ = 0;             // counters of the next for_each
   int since_barrier_ = 0;    // for_each calls since the last barrier
 };

@@ -99,18 +99,6 @@ bool one_each(const std::vector<AttentionItem>& items, const AttentionBatch& bat
   return each;
 }
 
-int64_t costliest_share(const std::vector<AttentionItem>& items, int num_threads) {
-  const auto n = static_cast<int64_t>(items.size());
-  int64_t most = 0;
-  for (int rank = 0; rank < num_threads; ++rank) {
-    int64_t cost = 0;
-    for (int64_t i = n * rank / num_threads; i < n * (rank + 1) / num_threads; ++i)
-      cost += cost_of(items[static_cast<size_t>(i)]);
-    most = std::max(most, cost);
-  }
-  return most;
-}
-
 // From the dearest down to the cheapest, dealt like cards, there and back: the team's ranks take equal shares that lie
 // side by side, and each then costs about the same.
 void deal(std::vector<AttentionItem>& items, int num_threads) {
@@ -170,6 +158,7 @@ void AttentionPlan::build(const AttentionLayer& layer, const AttentionBatch& bat
   items.clear();
   merges.clear();
   num_partials = 0;
+  follows_rows = false;
   const int heads = layer.group_heads();
   for (int r = 0; r < batch.num_requests; ++r) {
     const int queries = batch.query_start[r + 1] - batch.query_start[r], start = batch.context_lens[r] - queries;
@@ -191,7 +180,8 @@ void AttentionPlan::build(const AttentionLayer& layer, const AttentionBatch& bat
   if (layer.causal && layer.window == 0) group_requests(layer, batch, most);
   if (num_threads > 1) {
     cut_long_items(*this, most);
-    if (!rows_stay || !one_each(items, batch) || costliest_share(items, num_threads) * num_threads > total + total / 8) {
+    follows_rows = rows_stay && one_each(items, batch);
+    if (!follows_rows) {
       std::stable_sort(items.begin(), items.end(),
                        [](const AttentionItem& a, const AttentionItem& b) { return cost_of(a) > cost_of(b); });
       deal(items, num_threads);

@@ -11,16 +11,18 @@ namespace pm {
 
 // Which items a step has. Built once a step and walked by every layer with the same shape and window.
 struct AttentionPlan {
-  std::vector<AttentionItem> items;   // each rank's share in a run, of about equal cost
+  std::vector<AttentionItem> items;   // each rank's share in a run: its own rows' or, with others, of about equal cost
   std::vector<AttentionItem> merges;  // the rows of the items that were cut, tile_count the whole range
   std::vector<int32_t> members;       // of the items that several requests share
   int num_partials = 0;
+  bool follows_rows = false;          // a rank's share reads none of this step's rows but the rank's own
   // For each rank, empty unless it lists them: what its share reads of a layer's cache, as far as that is worth fetching
   // ahead.
   std::vector<std::vector<Extent>> extents;
 
-  // rows_stay: ranks take equal runs of rows through all that lies between two attentions. Then a rank attends for its own
-  // rows, where their costs allow it: the queries, keys and outputs are in its cache, not in another core's.
+  // rows_stay: ranks take equal runs of rows through all that lies between two attentions. Then, where each request has one
+  // new token, a rank attends for its own rows first: queries, keys and outputs are in its cache, not in another core's,
+  // and it need not wait for the others before. What they have not begun when it is done it takes over.
   void build(const AttentionLayer& layer, const AttentionBatch& batch, int num_threads, bool rows_stay);
   // The extents of the calling rank, after build().
   void list_extents(const AttentionLayer& layer, const AttentionBatch& batch, const Team& team);

@@ -100,15 +100,16 @@ int64_t Program::rows_of(const BufferInfo& buffer) const {
 }
 
 // First fit by size, largest first: a buffer takes the lowest place that is free for as long as it lives. A buffer of
-// a tile lives from its first to its last instruction; one that crosses segments lives through all of them, because
-// every tile of a segment runs before the next segment starts.
+// a tile lives from its first to its last instruction. One that crosses segments lives through all of them and the one
+// after, because every tile of a segment runs before the next but one starts: a rank may begin an attention earlier.
 int64_t Program::place_buffers(bool whole) {
   std::vector<BufferInfo*> order, placed;
   for (BufferInfo& buffer : buffers_) {
     if (buffer.first < 0 || buffer.whole != whole) continue;
     if (whole) {
+      const size_t last = std::min(static_cast<size_t>(buffer.last) + 1, segments_.size() - 1);
       buffer.first_op = static_cast<int>(segments_[static_cast<size_t>(buffer.first)].begin);
-      buffer.last_op = static_cast<int>(segments_[static_cast<size_t>(buffer.last)].end) - 1;
+      buffer.last_op = static_cast<int>(segments_[last].end) - 1;
     }
     order.push_back(&buffer);
   }
@@ -202,14 +203,26 @@ void Program::run_segments(Team& team, const ProgramInputs& in) {
       if (!segment.tiled) look_ahead(team, segment.end);
       continue;
     }
+    const int64_t own_begin = team.first_of_share(tiles), own_end = team.end_of_share(tiles);
+    int64_t left = own_end - own_begin;  // of this rank's share; another rank may have taken the rest
     team.for_each(tiles, [&](int64_t tile) {
+      if (tile >= own_begin && tile < own_end) --left;
       Team solo = team.alone();
       run_tile(solo, segment, frame(tile, team.rank()));
     });
+    if (follows_rows(segment.end)) {
+      team.arrive(left == 0);
+      continue;
+    }
     const Clock::time_point before = Clock::now();
     team.barrier();
     if (profiling) seconds_[segment.end - 1] += std::chrono::duration<double>(Clock::now() - before).count();
   }
+}
+
+bool Program::follows_rows(size_t at) const {
+  const auto reads = at < instructions_.size() ? instructions_[at]->reads() : std::nullopt;
+  return reads && plan(reads->second).follows_rows;
 }
 
 void Program::look_ahead(const Team& team, size_t from) {

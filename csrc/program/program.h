@@ -159,6 +159,8 @@ class Program {
   // Cuts the step's attention and finds memory for so many ranks.
   void prepare(const ProgramInputs& in, int threads);
   void run_segments(Team& team, const ProgramInputs& in);
+  // Whether an instruction is an attention that a rank may begin, with its own rows, before the others are there.
+  bool follows_rows(size_t at) const;
   // This rank's list of what the next attention at or after an instruction reads.
   void look_ahead(const Team& team, size_t from);
   void run_tile(Team& team, const Segment& segment, const Frame& frame);
