@@ -187,8 +187,8 @@ void Team::await() {
 }
 
 // Each for_each takes the next of kSlots rows of counters. A row is zeroed by the last rank to arrive at the barrier
-// after its use, and is used again kSlots calls later. No barrier is more than half a round after the one before, so two
-// lie between, and the second makes the zeros visible.
+// after its use, and is used again kSlots calls later. No barrier is more than kSlots / 2 - 1 calls after the one before,
+// so two lie between besides the latest, which may be half done (see arrive), and the second makes the zeros visible.
 int Team::open_slot() {
   if (since_barrier_ == kSlots / 2 - 1) barrier();
   ++since_barrier_;

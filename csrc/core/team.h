@@ -34,7 +34,7 @@ class Team {
   void arrive(bool share_ready);
 
   // Runs f(task) for task = 0 .. n-1, each exactly once: first(rank) and on by `rank`, the rest by who is done first. No
-  // barrier before or after: a rank returns when no task is left to draw, while others may still run theirs. Every rank
+  // barrier before (but see arrive) or after: a rank returns when no task is left to draw, while others may still run theirs. Every rank
   // must make the same calls in the same order. A caller wants tasks of 100 ns or more, and several per rank.
   template <class F>
   void for_each(int64_t n, F&& f) {

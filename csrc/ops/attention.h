@@ -21,9 +21,9 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "core/team.h"
-
 namespace pm {
+
+class Team;
 
 enum class KvType : int32_t { kBf16 = 0, kF32 = 1, kI8 = 2 };
 
@@ -90,7 +90,8 @@ struct AttentionCall {
   float* partials;  // [num_partials][attention_partial_floats]
 };
 
-// What each instruction set provides. `memory`: attention_scratch_floats() floats of this thread alone.
+// What each instruction set provides. `memory`: attention_scratch_floats() floats of this thread alone. `items` shares its
+// items out by the team's for_each, without a barrier at either end.
 struct AttentionTable {
   void (*items)(Team&, const AttentionCall&, const AttentionItem* items, int64_t n, float* memory);
   void (*merge)(const AttentionCall&, const AttentionItem&, float* memory);

@@ -2,6 +2,7 @@
 #include <cstring>
 #include <utility>
 
+#include "core/team.h"
 #include "ops/attention_softmax.h"
 
 namespace pm::PM_ISA {
@@ -291,17 +292,13 @@ class GroupStream {
     table_ = batch.block_tables + r * batch.table_stride + begin / per_block_;
   }
   void next_walk() {
-    do {
-      if (++walk_ < walks_) {
-        begin_walk();
-      } else if (walk_ = 0; ++kv_head_ < item_->kv_head + item_->head_count) {
-        begin_walk();
-      } else if (++item_ != end_) {
-        begin_item();
-      } else {
-        return;
-      }
-    } while (left_ <= 0);
+    if (++walk_ < walks_) {
+      begin_walk();
+    } else if (walk_ = 0; ++kv_head_ < item_->kv_head + item_->head_count) {
+      begin_walk();
+    } else if (++item_ != end_) {
+      begin_item();
+    }
   }
 
   const AttentionCall& call_;
@@ -457,7 +454,7 @@ void attend_all(Team& team, const AttentionCall& call, const AttentionItem* item
   const int64_t own_end = team.end_of_share(n);
   GroupStream stream(call);
   team.for_each(n, [&](int64_t i) {
-    const AttentionItem* end = items + (i < own_end ? own_end : n);  // of those that this thread is likely to take
+    const AttentionItem* end = items + (i < own_end ? own_end : n);  // of what this thread may take next
     stream.read(items + i, end);
     attend<Word>(call, items[i], items + i + 1 == end ? nullptr : items + i + 1, stream, memory);
   });

@@ -181,9 +181,15 @@ void AttentionPlan::build(const AttentionLayer& layer, const AttentionBatch& bat
   if (num_threads > 1) {
     cut_long_items(*this, most);
     follows_rows = rows_stay && one_each(items, batch);
-    if (!follows_rows) {
-      std::stable_sort(items.begin(), items.end(),
+    const auto n = static_cast<int64_t>(items.size());
+    const auto dearest_first = [&](int64_t begin, int64_t end) {
+      std::stable_sort(items.begin() + begin, items.begin() + end,
                        [](const AttentionItem& a, const AttentionItem& b) { return cost_of(a) > cost_of(b); });
+    };
+    if (follows_rows) {
+      for (int rank = 0; rank < num_threads; ++rank) dearest_first(n * rank / num_threads, n * (rank + 1) / num_threads);
+    } else {
+      dearest_first(0, n);
       deal(items, num_threads);
     }
   }

@@ -11,11 +11,13 @@ namespace pm {
 
 // Which items a step has. Built once a step and walked by every layer with the same shape and window.
 struct AttentionPlan {
-  std::vector<AttentionItem> items;   // each rank's share in a run: its own rows' or, with others, of about equal cost
+  std::vector<AttentionItem> items;   // each rank's share in a run: its own rows if follows_rows, else of about equal cost
   std::vector<AttentionItem> merges;  // the rows of the items that were cut, tile_count the whole range
   std::vector<int32_t> members;       // of the items that several requests share
   int num_partials = 0;
-  bool follows_rows = false;          // a rank's share reads none of this step's rows but the rank's own
+  // A rank's share reads none of this step's rows but the rank's own: one new token of each request, and no request sees
+  // a block that another writes in the same step (the scheduler shares blocks only once they are computed).
+  bool follows_rows = false;
   // For each rank, empty unless it lists them: what its share reads of a layer's cache, as far as that is worth fetching
   // ahead.
   std::vector<std::vector<Extent>> extents;
@@ -31,7 +33,8 @@ struct AttentionPlan {
   void group_requests(const AttentionLayer& layer, const AttentionBatch& batch, int64_t most);
 };
 
-// Runs on every rank of a region; `memory`: attention_scratch_floats() of this rank's own. No barrier at either end.
+// Runs on every rank of a region; `memory`: attention_scratch_floats() of this rank's own. No barrier at either end. Ranks
+// may come from Team::arrive: nothing is read before the first for_each, which shares out the plan's items.
 void attention_run(Team& team, const AttentionPlan& plan, const AttentionCall& call, float* memory);
 
 }  // namespace pm

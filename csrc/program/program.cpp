@@ -100,14 +100,15 @@ int64_t Program::rows_of(const BufferInfo& buffer) const {
 }
 
 // First fit by size, largest first: a buffer takes the lowest place that is free for as long as it lives. A buffer of
-// a tile lives from its first to its last instruction. One that crosses segments lives through all of them and the one
-// after, because every tile of a segment runs before the next but one starts: a rank may begin an attention earlier.
+// a tile lives from its first to its last instruction. One that crosses segments lives through all of them and, where
+// the last one runs in tiles, the one after: a rank may begin an attention while another is still at its tiles before it.
 int64_t Program::place_buffers(bool whole) {
   std::vector<BufferInfo*> order, placed;
   for (BufferInfo& buffer : buffers_) {
     if (buffer.first < 0 || buffer.whole != whole) continue;
     if (whole) {
-      const size_t last = std::min(static_cast<size_t>(buffer.last) + 1, segments_.size() - 1);
+      size_t last = static_cast<size_t>(buffer.last);
+      if (segments_[last].tiled && last + 1 < segments_.size()) ++last;
       buffer.first_op = static_cast<int>(segments_[static_cast<size_t>(buffer.first)].begin);
       buffer.last_op = static_cast<int>(segments_[last].end) - 1;
     }

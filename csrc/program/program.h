@@ -5,9 +5,9 @@
 // that a long chunk's activations stay in the cache: a buffer that no other segment reads holds one tile.
 //
 // With rows enough for every rank, a tile is one rank's from the segment's first instruction to its last: nothing passes
-// between the cores, and the ranks wait for each other once a segment; where each request has one new token, only when
-// they have attended for their own rows (Team::arrive). With few rows that would read all weights once for each rank;
-// then the ranks share the columns of each product, with a barrier after each instruction.
+// between the cores, and the ranks wait for each other once a segment; or later, when they have attended for their own
+// rows, if the plan of the attention after it says so (AttentionPlan::follows_rows). With few rows that would read all
+// weights once for each rank; then the ranks share the columns of each product, with a barrier after each instruction.
 //
 // Order within run(): plan the attention (calling thread) -> one parallel region over the segments.
 #pragma once
