@@ -30,10 +30,10 @@ from pagemill.memory_plan import kv_specs
 from pagemill.models.checkpoint import open_checkpoint
 from pagemill.models.loader import load_model
 from pagemill.models.sources import resolve_source
-from pagemill.worker.native import NativeBackend
+from pagemill.worker.native import KV_TYPES, NativeBackend
 
 BLOCK_SIZE = 16
-KV_DTYPES = {"int8": torch.int8, "bfloat16": torch.bfloat16, "float32": torch.float32}
+KV_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in KV_TYPES}
 KV_BYTES = 400_000_000
 """Of the cache: several times what a step reads, so that no step finds the last one's keys."""
 FILLED = 64

@@ -34,21 +34,27 @@ class Team {
   void arrive(bool share_ready);
 
   // Runs f(task) for task = 0 .. n-1, each exactly once: first(rank) and on by `rank`, the rest by who is done first. No
-  // barrier before (but see arrive) or after: a rank returns when no task is left to draw, while others may still run theirs. Every rank
-  // must make the same calls in the same order. A caller wants tasks of 100 ns or more, and several per rank.
+  // barrier before (but see arrive) or after: a rank returns when no task is left to draw, while others may still run
+  // theirs. Every rank must make the same calls in the same order. A caller wants tasks of 100 ns or more, and several per
+  // rank. Whether this rank ran all of its own share.
   template <class F>
-  void for_each(int64_t n, F&& f) {
+  bool for_each(int64_t n, F&& f) {
     if (size_ == 1) {
       for (int64_t i = 0; i < n; ++i) f(i);
-      return;
+      return true;
     }
+    int64_t left = end_of_share(n) - first_of_share(n);  // of this rank's share
     const int slot = open_slot();
     for (int turn = 0; turn < size_; ++turn) {
       const int owner = rank_ + turn < size_ ? rank_ + turn : rank_ + turn - size_;
       const int64_t first = first_task(n, owner), count = first_task(n, owner + 1) - first;
       if (pending_ && (turn > 0 || !share_ready_)) await();
-      for (int64_t i; (i = draw(slot, owner, count)) < count;) f(first + i);
+      for (int64_t i; (i = draw(slot, owner, count)) < count;) {
+        if (turn == 0) --left;
+        f(first + i);
+      }
     }
+    return left == 0;
   }
 
   // This rank's share of n tasks is [first_of_share(n), end_of_share(n)).

@@ -207,6 +207,21 @@ PM_INLINE Walk walk_of(const AttentionCall& call, const AttentionItem& item, int
   return {request, 0, (i - 1) * heads, heads, item.shared_tiles, tiles};
 }
 
+// The positions [oldest, newest) that the rows of a walk can see; oldest may lie before 0.
+struct Reach {
+  int start;  // position of the request's first query
+  int oldest, newest;
+
+  Reach(const AttentionCall& call, const Walk& walk) {
+    const AttentionLayer& layer = *call.layer;
+    const AttentionBatch& batch = *call.batch;
+    const int r = walk.request, heads = layer.group_heads();
+    start = batch.context_lens[r] - (batch.query_start[r + 1] - batch.query_start[r]);
+    oldest = layer.window ? start + walk.row_begin / heads - layer.window + 1 : 0;
+    newest = layer.causal ? start + (walk.row_begin + walk.row_count - 1) / heads + 1 : batch.context_lens[r];
+  }
+};
+
 // The keys of one tile that the rows of a walk can see.
 struct TileKeys {
   int start;        // position of the request's first query
@@ -215,17 +230,11 @@ struct TileKeys {
   int first, last;  // groups of the tile to read
 
   TileKeys(const AttentionCall& call, const Walk& walk, int tile) {
-    const AttentionLayer& layer = *call.layer;
-    const AttentionBatch& batch = *call.batch;
-    const int r = walk.request, heads = layer.group_heads();
-    start = batch.context_lens[r] - (batch.query_start[r + 1] - batch.query_start[r]);
+    const Reach reach(call, walk);
+    start = reach.start;
     base = tile * kTile;
-    const int first_query = start + walk.row_begin / heads;
-    const int last_query = start + (walk.row_begin + walk.row_count - 1) / heads;
-    const int newest = layer.causal ? last_query + 1 : batch.context_lens[r];
-    end = newest - base < kTile ? newest - base : kTile;
-    const int oldest = layer.window ? first_query - layer.window + 1 - base : 0;
-    first = oldest > 0 ? oldest / kGroup : 0;
+    end = reach.newest - base < kTile ? reach.newest - base : kTile;
+    first = reach.oldest > base ? (reach.oldest - base) / kGroup : 0;
     last = (end + kGroup - 1) / kGroup;
   }
 };
@@ -280,16 +289,13 @@ class GroupStream {
     const AttentionLayer& layer = *call_.layer;
     const AttentionBatch& batch = *call_.batch;
     const Walk walk = walk_of(call_, *item_, walk_);
-    const int r = walk.request, heads = layer.group_heads();
-    const int start = batch.context_lens[r] - (batch.query_start[r + 1] - batch.query_start[r]);
-    const int oldest = layer.window ? start + walk.row_begin / heads - layer.window + 1 : 0;
-    const int newest = layer.causal ? start + (walk.row_begin + walk.row_count - 1) / heads + 1 : batch.context_lens[r];
-    const int begin = oldest > walk.tile * kTile ? oldest / kGroup : walk.tile * kTileGroups;
-    const int most = walk.tile_end * kTileGroups, last = (newest + kGroup - 1) / kGroup;
+    const Reach reach(call_, walk);
+    const int begin = reach.oldest > walk.tile * kTile ? reach.oldest / kGroup : walk.tile * kTileGroups;
+    const int most = walk.tile_end * kTileGroups, last = (reach.newest + kGroup - 1) / kGroup;
     left_ = (last < most ? last : most) - begin;
     head_ = call_.cache + kv_head_ * layer.head_words() * 4;
     inside_ = begin % per_block_;
-    table_ = batch.block_tables + r * batch.table_stride + begin / per_block_;
+    table_ = batch.block_tables + walk.request * batch.table_stride + begin / per_block_;
   }
   void next_walk() {
     if (++walk_ < walks_) {

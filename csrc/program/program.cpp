@@ -204,15 +204,12 @@ void Program::run_segments(Team& team, const ProgramInputs& in) {
       if (!segment.tiled) look_ahead(team, segment.end);
       continue;
     }
-    const int64_t own_begin = team.first_of_share(tiles), own_end = team.end_of_share(tiles);
-    int64_t left = own_end - own_begin;  // of this rank's share; another rank may have taken the rest
-    team.for_each(tiles, [&](int64_t tile) {
-      if (tile >= own_begin && tile < own_end) --left;
+    const bool own = team.for_each(tiles, [&](int64_t tile) {
       Team solo = team.alone();
       run_tile(solo, segment, frame(tile, team.rank()));
     });
     if (follows_rows(segment.end)) {
-      team.arrive(left == 0);
+      team.arrive(own);
       continue;
     }
     const Clock::time_point before = Clock::now();

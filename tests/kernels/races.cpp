@@ -46,12 +46,8 @@ bool pool() {
           for (int call = 0; call < kCalls; ++call) read[static_cast<size_t>(i)] += seen[static_cast<size_t>(call * n + n - 1 - i)];
         });
         team.barrier();
-        int64_t left = team.end_of_share(n) - team.first_of_share(n);
-        team.for_each(n, [&](int64_t i) {
-          if (i >= team.first_of_share(n) && i < team.end_of_share(n)) --left;
-          written[static_cast<size_t>(i)] = round;
-        });
-        team.arrive(left == 0);
+        const bool own = team.for_each(n, [&](int64_t i) { written[static_cast<size_t>(i)] = round; });
+        team.arrive(own);
         team.for_each(n, [&](int64_t i) { read[static_cast<size_t>(i)] += written[static_cast<size_t>(i)]; });
         team.arrive(false);
         team.for_each(n, [&](int64_t i) { written[static_cast<size_t>(i)] += read[static_cast<size_t>(n - 1 - i)]; });
