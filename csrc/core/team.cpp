@@ -6,6 +6,8 @@
 #include <memory>
 #include <mutex>
 #include <stdexcept>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -62,15 +64,16 @@ void spin_until(Done done) {
 class Pool {
  public:
   explicit Pool(int size) : shared_(size) {
-    for (int rank = 1; rank < size; ++rank) workers_.emplace_back([this, rank] { work(rank); });
+    try {
+      for (int rank = 1; rank < size; ++rank) workers_.emplace_back([this, rank] { work(rank); });
+    } catch (const std::system_error& error) {
+      stop();
+      throw std::runtime_error("the system gives this process no more than " + std::to_string(workers_.size() + 1) + " of " +
+                               std::to_string(size) + " threads (" + error.what() + "); ask for fewer with --num-threads");
+    }
   }
 
-  ~Pool() {
-    shared_.stop = true;
-    shared_.epoch.fetch_add(1, std::memory_order_release);
-    shared_.epoch.notify_all();
-    for (auto& worker : workers_) worker.join();
-  }
+  ~Pool() { stop(); }
 
   int size() const { return shared_.size; }
 
@@ -88,8 +91,16 @@ class Pool {
   }
 
  private:
+  void stop() {
+    shared_.stop = true;
+    shared_.epoch.fetch_add(1, std::memory_order_release);
+    shared_.epoch.notify_all();
+    for (auto& worker : workers_) worker.join();
+  }
+
   void work(int rank) {
     in_region() = true;  // a region opened by a worker is nested by definition
+    take_long_slices();
     uint32_t seen = 0;
     for (;;) {
       wait_for_region(seen);
@@ -130,8 +141,17 @@ struct Global {
   std::atomic<int> wanted{0};  // 0: not decided yet
 };
 
-std::atomic<uint64_t> regions{0};
-std::atomic<bool> runs{false};
+std::atomic<uint64_t> begun{0};
+std::atomic<int> running{0};
+
+// Counts a region, on however many ranks, while it runs.
+struct Counted {
+  Counted() {
+    begun.fetch_add(1, std::memory_order_relaxed);
+    running.fetch_add(1, std::memory_order_relaxed);
+  }
+  ~Counted() { running.fetch_sub(1, std::memory_order_relaxed); }
+};
 
 // Never destroyed: a worker must not outlive what it waits on while the interpreter shuts down.
 Global* global_state = nullptr;
@@ -223,14 +243,15 @@ void set_num_threads(int n) {
   state.pool.reset();
 }
 
-uint64_t regions_begun() { return regions.load(std::memory_order_relaxed); }
-bool region_runs() { return runs.load(std::memory_order_relaxed); }
+uint64_t regions_begun() { return begun.load(std::memory_order_relaxed); }
+bool region_runs() { return running.load(std::memory_order_relaxed) > 0; }
 
 namespace detail {
 
 void run_region(void (*call)(Team&, void*), void* arg) {
   bool& inside = Pool::in_region();
   const int wanted = num_threads();
+  const Counted counted;
   if (inside || wanted == 1) {
     Team team = Shared::make_team(0, 1, nullptr);
     call(team, arg);
@@ -243,10 +264,7 @@ void run_region(void (*call)(Team&, void*), void* arg) {
     state.pool = std::make_unique<Pool>(wanted);
   }
   inside = true;
-  regions.fetch_add(1, std::memory_order_relaxed);
-  runs.store(true, std::memory_order_relaxed);
   state.pool->run(call, arg);
-  runs.store(false, std::memory_order_relaxed);
   inside = false;
 }
 

@@ -68,9 +68,6 @@ PM_INLINE float hmax(F16 a) {
   q = _mm_max_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_max_ss(q, _mm_shuffle_ps(q, q, 1)));
 }
-struct AllLanes {};
-PM_INLINE F16 select(AllLanes, F16 yes, F16) { return yes; }
-PM_INLINE F16 zero_unless(AllLanes, F16 a) { return a; }
 PM_INLINE F16 select(Mask m, F16 yes, F16 no) {
   return {_mm256_blendv_ps(no.lo, yes.lo, _mm256_castsi256_ps(mask_lanes(m))),
           _mm256_blendv_ps(no.hi, yes.hi, _mm256_castsi256_ps(mask_lanes(m >> 8)))};

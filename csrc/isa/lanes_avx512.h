@@ -43,9 +43,6 @@ PM_INLINE F16 min(F16 a, F16 b) { return _mm512_min_ps(a, b); }
 PM_INLINE F16 abs(F16 a) { return _mm512_abs_ps(a); }
 PM_INLINE float hsum(F16 a) { return _mm512_reduce_add_ps(a); }
 PM_INLINE float hmax(F16 a) { return _mm512_reduce_max_ps(a); }
-struct AllLanes {};  // instead of a mask
-PM_INLINE F16 select(AllLanes, F16 yes, F16) { return yes; }
-PM_INLINE F16 zero_unless(AllLanes, F16 a) { return a; }
 PM_INLINE F16 select(Mask m, F16 yes, F16 no) { return _mm512_mask_blend_ps(m, no, yes); }
 PM_INLINE F16 zero_unless(Mask m, F16 a) { return _mm512_maskz_mov_ps(m, a); }
 PM_INLINE Mask greater(F16 a, F16 b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }

@@ -65,9 +65,6 @@ PM_INLINE float hmax(F16 a) {
   for (int i = 1; i < 16; ++i) m = m > a.v[i] ? m : a.v[i];
   return m;
 }
-struct AllLanes {};
-PM_INLINE F16 select(AllLanes, F16 yes, F16) { return yes; }
-PM_INLINE F16 zero_unless(AllLanes, F16 a) { return a; }
 PM_INLINE F16 select(Mask m, F16 yes, F16 no) { return lanes([&](int i) { return has(m, i) ? yes.v[i] : no.v[i]; }); }
 PM_INLINE F16 zero_unless(Mask m, F16 a) { return lanes([&](int i) { return has(m, i) ? a.v[i] : 0.0f; }); }
 PM_INLINE Mask greater(F16 a, F16 b) { return bits([&](int i) { return a.v[i] > b.v[i]; }); }

@@ -11,7 +11,6 @@ using I32 = __m256i;
 inline F32 load(const float* p) { return _mm256_loadu_ps(p); }
 inline I32 load_i32(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline void store(float* p, F32 v) { _mm256_storeu_ps(p, v); }
-inline void store(int32_t* p, I32 v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
 inline __m256i first_lanes(int n) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }

@@ -11,7 +11,6 @@ using I32 = __m512i;
 inline F32 load(const float* p) { return _mm512_loadu_ps(p); }
 inline I32 load_i32(const void* p) { return _mm512_loadu_si512(p); }
 inline void store(float* p, F32 v) { _mm512_storeu_ps(p, v); }
-inline void store(int32_t* p, I32 v) { _mm512_storeu_si512(p, v); }
 inline __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
 // The first n < kLanes lanes; the others read as 0 and are not written.
 inline F32 load_part(const float* p, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }

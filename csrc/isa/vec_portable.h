@@ -20,7 +20,6 @@ inline I32 load_i32(const void* p) {
   return v;
 }
 inline void store(float* p, F32 v) { std::memcpy(p, &v, sizeof v); }
-inline void store(int32_t* p, I32 v) { std::memcpy(p, &v, sizeof v); }
 inline F32 load_part(const float* p, int n) {
   F32 v = {};
   for (int i = 0; i < n; ++i) v[i] = p[i];

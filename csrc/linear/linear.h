@@ -33,7 +33,7 @@ enum class ActKind : uint8_t {
 
 constexpr int64_t kActGroup = 32;
 
-// Head of an i8_token row; the int8 values follow at kTokenHead bytes, zero-padded to a multiple of 4.
+// Head of an i8_token row; the int8 values follow at kTokenHead bytes, zeros behind them to the row's end.
 struct TokenHead {
   float scale;
   int32_t sum128;  // 128 times the sum of the row's int8 values

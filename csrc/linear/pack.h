@@ -30,8 +30,7 @@ struct FloatRows {
   int64_t ld;
 };
 
-// Each writes source rows [first, first + count) of W, on all threads. Writing a row again is not allowed (4-bit values
-// share bytes and are merged in).
+// Each writes source rows [first, first + count) of W, on all threads.
 void write_float_rows(PackedLinear& w, int64_t first, int64_t count, const FloatRows& rows);  // f32, bf16
 // int8 weights from floats: scale = absmax / 127 of each row, round to nearest even.
 void write_rounded_int8_rows(PackedLinear& w, int64_t first, int64_t count, const FloatRows& rows);

@@ -8,6 +8,7 @@ namespace pm::PM_ISA {
 namespace {
 
 constexpr float kOver127 = 1.0f / 127.0f;
+constexpr float kSmallest = 1e-36f;  // 127 over anything smaller is no float; rounded to zeros
 
 // Thirty-two values at a time, the group of the grouped kernels: the largest magnitude, and rounding to int8 with the
 // sums of both halves. Magnitudes are compared as integers, among which NaN is the largest: it must show in the scale.
@@ -105,7 +106,7 @@ void quantize_row_token(const float* x, int64_t k, int8_t* q, float& scale, int3
   auto lanes = absmax_lanes(tail.values);
   for (int64_t i = 0; i < whole; i += kActGroup) lanes = max_lanes(lanes, absmax_lanes(x + i));
   const float absmax = largest(lanes);
-  const float inverse = absmax > 0 ? 127.0f / absmax : 0.0f;
+  const float inverse = absmax > kSmallest ? 127.0f / absmax : 0.0f;
   Sums sums = no_sums();
   for (int64_t i = 0; i < whole; i += kActGroup) sums = add_sums(sums, round_32(x + i, inverse, q + i));
   if (whole < k) sums = add_sums(sums, round_32(tail.values, inverse, q + whole));
@@ -118,7 +119,7 @@ void quantize_row_token(const float* x, int64_t k, int8_t* q, float& scale, int3
 void quantize_row_group(const float* x, int64_t k, GroupRecord* out) {
   const auto record = [](const float* group, GroupRecord* to) {
     const float absmax = largest(absmax_lanes(group));
-    const float inverse = absmax > 0 ? 127.0f / absmax : 0.0f;
+    const float inverse = absmax > kSmallest ? 127.0f / absmax : 0.0f;
     int32_t first, second;
     halves(round_32(group, inverse, to->q), first, second);
     to->scale = absmax * kOver127;

@@ -158,7 +158,7 @@ void AttentionPlan::build(const AttentionLayer& layer, const AttentionBatch& bat
   items.clear();
   merges.clear();
   num_partials = 0;
-  follows_rows = false;
+  ranks_follow_rows = 0;
   const int heads = layer.group_heads();
   for (int r = 0; r < batch.num_requests; ++r) {
     const int queries = batch.query_start[r + 1] - batch.query_start[r], start = batch.context_lens[r] - queries;
@@ -180,13 +180,13 @@ void AttentionPlan::build(const AttentionLayer& layer, const AttentionBatch& bat
   if (layer.causal && layer.window == 0) group_requests(layer, batch, most);
   if (num_threads > 1) {
     cut_long_items(*this, most);
-    follows_rows = rows_stay && one_each(items, batch);
+    if (rows_stay && one_each(items, batch)) ranks_follow_rows = num_threads;
     const auto n = static_cast<int64_t>(items.size());
     const auto dearest_first = [&](int64_t begin, int64_t end) {
       std::stable_sort(items.begin() + begin, items.begin() + end,
                        [](const AttentionItem& a, const AttentionItem& b) { return cost_of(a) > cost_of(b); });
     };
-    if (follows_rows) {
+    if (ranks_follow_rows > 0) {
       for (int rank = 0; rank < num_threads; ++rank) dearest_first(n * rank / num_threads, n * (rank + 1) / num_threads);
     } else {
       dearest_first(0, n);

@@ -11,13 +11,14 @@ namespace pm {
 
 // Which items a step has. Built once a step and walked by every layer with the same shape and window.
 struct AttentionPlan {
-  std::vector<AttentionItem> items;   // each rank's share in a run: its own rows if follows_rows, else of about equal cost
+  std::vector<AttentionItem> items;   // each rank's share in a run: its own rows if those lead, else of about equal cost
   std::vector<AttentionItem> merges;  // the rows of the items that were cut, tile_count the whole range
   std::vector<int32_t> members;       // of the items that several requests share
   int num_partials = 0;
-  // A rank's share reads none of this step's rows but the rank's own: one new token of each request, and no request sees
-  // a block that another writes in the same step (the scheduler shares blocks only once they are computed).
-  bool follows_rows = false;
+  // Not 0: with so many ranks, and with no other number of them, a rank's share of the items is its share of the rows, so
+  // that it reads none of this step's rows but the rank's own: one new token of each request, and no request sees a block
+  // that another writes in the same step (the scheduler shares blocks only once they are computed).
+  int ranks_follow_rows = 0;
   // For each rank, empty unless it lists them: what its share reads of a layer's cache, as far as that is worth fetching
   // ahead.
   std::vector<std::vector<Extent>> extents;

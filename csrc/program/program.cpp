@@ -208,7 +208,7 @@ void Program::run_segments(Team& team, const ProgramInputs& in) {
       Team solo = team.alone();
       run_tile(solo, segment, frame(tile, team.rank()));
     });
-    if (follows_rows(segment.end)) {
+    if (follows_rows(segment.end, team.size())) {
       team.arrive(own);
       continue;
     }
@@ -218,9 +218,9 @@ void Program::run_segments(Team& team, const ProgramInputs& in) {
   }
 }
 
-bool Program::follows_rows(size_t at) const {
+bool Program::follows_rows(size_t at, int ranks) const {
   const auto reads = at < instructions_.size() ? instructions_[at]->reads() : std::nullopt;
-  return reads && plan(reads->second).follows_rows;
+  return reads && plan(reads->second).ranks_follow_rows == ranks;
 }
 
 void Program::look_ahead(const Team& team, size_t from) {

@@ -6,7 +6,7 @@
 //
 // With rows enough for every rank, a tile is one rank's from the segment's first instruction to its last: nothing passes
 // between the cores, and the ranks wait for each other once a segment; or later, when they have attended for their own
-// rows, if the plan of the attention after it says so (AttentionPlan::follows_rows). With few rows that would read all
+// rows, if the plan of the attention after it says so (AttentionPlan::ranks_follow_rows). With few rows that would read all
 // weights once for each rank; then the ranks share the columns of each product, with a barrier after each instruction.
 //
 // Order within run(): plan the attention (calling thread) -> one parallel region over the segments.
@@ -160,8 +160,9 @@ class Program {
   // Cuts the step's attention and finds memory for so many ranks.
   void prepare(const ProgramInputs& in, int threads);
   void run_segments(Team& team, const ProgramInputs& in);
-  // Whether an instruction is an attention that a rank may begin, with its own rows, before the others are there.
-  bool follows_rows(size_t at) const;
+  // Whether an instruction is an attention that each of so many ranks may begin, with its own rows, before the others are
+  // there. They may be fewer than were planned for.
+  bool follows_rows(size_t at, int ranks) const;
   // This rank's list of what the next attention at or after an instruction reads.
   void look_ahead(const Team& team, size_t from);
   void run_tile(Team& team, const Segment& segment, const Frame& frame);

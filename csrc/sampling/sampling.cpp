@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "core/isa.h"
 
@@ -126,8 +127,16 @@ ChosenLogprob logprobs(const SamplingTable& table, const float* logits, int64_t 
   table.weigh(logits, vocab, highest, 1.0f, 0.0f, memory.weights, memory.block_mass);
   const double log_sum = highest + std::log(mass_of(memory.block_mass, vocab));
   int64_t count = 0;
-  for (float below = 4; most > 0 && count < most; below *= 4)  // ends in infinity, where all are found
+  float below = 4;
+  for (; most > 0 && count < most && std::isfinite(highest - below); below *= 4)
     count = table.collect(logits, vocab, highest - below, memory.found);
+  if (count < most) {  // fewer are above minus infinity, or the highest is infinite itself: all of them, NaN last
+    for (count = 0; count < vocab; ++count) {
+      const bool is_number = !std::isnan(logits[count]);
+      const float weight = is_number ? logits[count] : -std::numeric_limits<float>::infinity();
+      memory.found[count] = {weight, static_cast<int32_t>(count)};
+    }
+  }
   std::partial_sort(memory.found, memory.found + most, memory.found + count, heavier);
   for (int64_t i = 0; i < most; ++i) {
     ids[i] = memory.found[i].id;

@@ -6,7 +6,12 @@ same integers in float64; float kinds to the rounding of K sequential float32 ad
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -369,6 +374,16 @@ def test_groups_of_very_different_size_lose_nothing_and_overflow_nowhere(isa: st
     assert ((got.double() - want).abs() / unit).max() < 3e-5
 
 
+def test_values_too_small_for_a_scale_are_zeros(isa: str) -> None:
+    x = torch.zeros(1, 64)
+    x[0, :2] = torch.tensor([1e-37, -1e-37])
+    q, total = torch.empty(1, 64, dtype=torch.int8), torch.empty(1, 1, dtype=torch.int32)
+    native.quantize_token(x, q, torch.empty(1, 1), total)
+    assert not q.any()
+    native.quantize_group(x, q, torch.empty(1, 2), torch.empty(1, 2, dtype=torch.int32))
+    assert not q.any()
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("at", [0, 100, 639])
 @pytest.mark.parametrize("kind", ["int8", "group4_min", "group8_16"])
@@ -404,3 +419,55 @@ def test_hadamard_is_orthonormal_and_its_own_inverse(isa: str, block: int) -> No
 def test_every_task_runs_once(count: int) -> None:
     native.set_num_threads(count)
     assert native.team_selftest(200, 37) == 0
+
+
+def test_threads_that_the_system_does_not_give_are_an_error_not_an_end() -> None:
+    code = """
+import resource, torch
+from pagemill import _native
+x, out = torch.ones(64, 64), torch.empty(64, 64)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20), -1))
+_native.set_num_threads(256)
+try:
+    _native.rms_norm(x, torch.ones(64), 1e-6, out)
+except RuntimeError as error:
+    print(error)
+_native.set_num_threads(2)
+_native.rms_norm(x, torch.ones(64), 1e-6, out)
+print(out.sum().item())
+"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert "of 256 threads" in shown[0]
+    assert "--num-threads" in shown[0]
+    assert float(shown[1]) == pytest.approx(64 * 64)
+
+
+SCHED = Path("/proc/thread-self/sched")
+
+
+def slice_ns() -> int:
+    """The calling thread's time slice."""
+    return int(next(line.split(":")[1] for line in SCHED.read_text().splitlines() if line.startswith("se.slice")))
+
+
+@pytest.mark.skipif(
+    not SCHED.exists() or tuple(map(int, os.uname().release.split(".")[:2])) < (6, 12),
+    reason="Linux lets a thread choose its time slice from 6.12 on",
+)
+def test_a_thread_that_takes_long_slices_passes_them_on_to_nobody() -> None:
+    before = slice_ns()
+    seen = []
+
+    def compute() -> None:
+        native.take_long_slices()
+        seen.append(slice_ns())
+        other = threading.Thread(target=lambda: seen.append(slice_ns()))
+        other.start()
+        other.join()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert seen == [100_000_000, before]
+    assert slice_ns() == before

@@ -139,6 +139,19 @@ def test_log_probabilities_ranks_and_the_best(vocab: int) -> None:
         np.testing.assert_allclose(told.best_value, expected.best_value, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("most", [3, 40])
+def test_log_probabilities_of_a_row_that_is_not_finite_come_to_an_end(bad: float, most: int) -> None:
+    logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(5))
+    logits[1, 7] = bad
+    index, chosen = np.array([0, 1]), np.array([7, 7])
+    told = NativePicker().logprobs(logits, index, chosen, most)
+    sound = NativePicker().logprobs(logits[:1], index[:1], chosen[:1], most)
+    assert told.best[0].tolist() == sound.best[0].tolist()
+    assert len(set(told.best[1].tolist())) == most
+    assert (told.best[1][0] == 7) == (bad > 0)
+
+
 def test_equal_weights_count_by_ascending_id() -> None:
     logits = torch.zeros(200, 500)
     rows = np.arange(200)
