@@ -80,6 +80,9 @@ class EngineConfig:
     """Most tokens in one step, prompts and decodes together."""
     long_prefill_token_threshold: int = knob(0, low=0)
     """Most prompt tokens of one request in one step; 0: no limit but the step's."""
+    max_stall_ms: float = knob(100.0, low=0.0)
+    """How long a step's prompts may hold up requests that decode, in milliseconds: cut by the speed of the last
+    steps. 0: as long as --max-num-batched-tokens take, as always offline (LLM), where nobody reads along."""
     enable_prefix_caching: bool = knob(True)
     """Store common prefixes once."""
     scheduling_policy: str = knob("fcfs", choices=("fcfs", "priority"))

@@ -184,9 +184,16 @@ class Engine:
             self.tokens[message.request_id] = []
             self.outputs[message.request_id] = []
 
-    def step(self, between: Callable[[], object] = lambda: None) -> SchedulerOutput | None:
-        """One step; ``between`` runs while the worker computes."""
-        plan = self.scheduler.schedule(float(len(self.plans)))
+    def step(
+        self,
+        between: Callable[[], object] = lambda: None,
+        *,
+        now_s: float | None = None,
+        seconds: Callable[[SchedulerOutput], float] = lambda _: 1.0,
+    ) -> SchedulerOutput | None:
+        """One step, at ``now_s`` or a second after the last one began; ``between`` runs while the worker computes."""
+        now_s = float(len(self.plans)) if now_s is None else now_s
+        plan = self.scheduler.schedule(now_s)
         if plan is None:
             return None
         self.plans.append(plan)
@@ -194,7 +201,7 @@ class Engine:
         self.scheduler.check_invariants()
         result = self.worker.execute(plan)
         between()
-        for output in self.scheduler.update(plan, result, float(len(self.plans))):
+        for output in self.scheduler.update(plan, result, now_s + seconds(plan)):
             assert output.request_id not in self.reasons, "output after the end"
             self.outputs[output.request_id].append(output)
             self.tokens[output.request_id] += output.new_token_ids

@@ -8,6 +8,7 @@ import pytest
 
 from pagemill.core.messages import StepResult
 from pagemill.core.scheduler import Scheduler
+from pagemill.core.step_budget import StepBudget
 from pagemill.errors import ConfigError, PromptTooLongError, RequestError
 from pagemill.params import FinishReason
 from tests.core.fakes import VOCAB, Engine, full, request, window
@@ -241,6 +242,56 @@ def test_a_long_prompt_never_stalls_those_who_decode():
         plan = engine.step()
         assert plan.request_ids[:2] == ["a", "b"]
         assert plan.num_new_tokens == [1, 1, 14]
+
+
+def shares_beside_a_decode(max_stall_s: float, token_s: float) -> list[int]:
+    """Tokens of a long prompt in each step beside a request that decodes, where a token takes so long."""
+    engine = Engine([full(4000)], max_num_batched_tokens=2048, max_model_len=10_000, max_stall_s=max_stall_s)
+    engine.add(request("a", make_prompt(4), max_tokens=100))
+    engine.step()
+    engine.add(request("long", make_prompt(6000, seed=2), max_tokens=1))
+    now_s, shares = 0.0, []
+    while "long" not in engine.reasons:
+        plan = engine.step(now_s=now_s, seconds=lambda plan: token_s * plan.total_num_tokens)
+        assert dict(zip(plan.request_ids, plan.num_new_tokens, strict=True))["a"] == 1
+        shares.append(plan.total_num_tokens - 1)
+        now_s += 10.0
+    return shares
+
+
+def test_prompts_beside_decodes_are_cut_to_what_a_step_may_take():
+    shares = shares_beside_a_decode(max_stall_s=0.1, token_s=0.0005)
+    assert shares[0] == 256  # before any speed is known
+    assert set(shares[1:-1]) <= {198, 199}
+
+
+def test_a_slow_machine_still_gets_prompts_done():
+    assert set(shares_beside_a_decode(max_stall_s=0.1, token_s=1.0)[1:-1]) == {1 + 64}  # its own, and the fewest
+
+
+def test_without_a_limit_prompts_take_what_the_step_holds():
+    assert shares_beside_a_decode(max_stall_s=0.0, token_s=0.0005)[:2] == [2047, 2047]
+
+
+def test_nobody_who_decodes_means_whole_steps_of_prompt():
+    engine = Engine([full(4000)], max_num_batched_tokens=2048, max_model_len=10_000, max_stall_s=0.1)
+    engine.add(request("long", make_prompt(6000), max_tokens=1))
+    shares = [engine.step(seconds=lambda plan: 0.01 * plan.total_num_tokens).total_num_tokens for _ in range(3)]
+    assert shares == [2048, 2048, 1904]
+
+
+def test_the_limit_follows_the_speed_of_the_last_steps():
+    budget = StepBudget(2048, 0.1)
+    assert budget.most_tokens(3, decoding=True) == 3 + 256
+    budget.note(1000, 0.2)
+    assert budget.most_tokens(3, decoding=True) == 500
+    budget.note(1000, 0.6)
+    assert budget.most_tokens(3, decoding=True) == 250
+    budget.note(3, 1.0)  # too small to tell
+    assert budget.most_tokens(3, decoding=True) == 250
+    budget.note(1000, 0.0)  # a clock that stood still
+    assert budget.most_tokens(300, decoding=True) == 300 + 64
+    assert budget.most_tokens(3, decoding=False) == 2048
 
 
 def test_several_prompts_are_computed_side_by_side():

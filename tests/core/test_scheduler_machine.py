@@ -57,8 +57,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         threshold=st.sampled_from([0, 1, 5]),
         seats=st.integers(2, 6),
         policy=st.sampled_from(["fcfs", "priority"]),
+        max_stall_s=st.sampled_from([0, 1e-6, 1.0, 20.0]),  # a step takes one second
     )
-    def start(self, specs, caching, budget, threshold, seats, policy):
+    def start(self, specs, caching, budget, threshold, seats, policy, max_stall_s):
         self.engine = Engine(
             specs,
             max_num_seqs=seats,
@@ -66,6 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             long_prefill_token_threshold=threshold,
             policy=policy,
+            max_stall_s=max_stall_s,
             enable_prefix_caching=caching,
         )
         self.messages = {}

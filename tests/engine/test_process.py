@@ -31,7 +31,7 @@ def test_a_killed_child_shows_its_signal() -> None:
     assert not process.ended.done()
     process.kill()
     assert process.ended.result() == -9
-    process.kill()
+    process.discard()
 
 
 def test_a_heartbeat_is_seen_through_its_file(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ One step, in order::
     schedule(now) -> plan
         1. push aside       a waiting request that strictly outranks running ones may take their place
         2. advance running  in policy order, one token at least for each: decodes need one, prompts take chunks of
-                            what is left, a long one at most half of it while others could go on; when blocks run
-                            out the policy's victim is preempted (recomputed later)
+                            what is left, a long one at most half of it while others could go on; beside decodes
+                            there is no more than can be computed in max_stall_s; when blocks run out the policy's
+                            victim is preempted (recomputed later)
         3. admit waiting    while its whole need fits beside what was promised to those admitted before
     worker computes the plan
     update(plan, result) -> outputs
@@ -42,6 +43,7 @@ from pagemill.core.messages import (
 )
 from pagemill.core.policy import Policy, create_policy
 from pagemill.core.request import Request, RequestStatus
+from pagemill.core.step_budget import StepBudget
 from pagemill.errors import NonFiniteLogitsError, PromptTooLongError, RequestError
 from pagemill.params import FinishReason
 
@@ -56,8 +58,8 @@ class _Plan:
 
     __slots__ = ("budget", "computing", "counts", "new_blocks", "new_rows", "preempted", "requests")
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
+    def __init__(self) -> None:
+        self.budget = 0
         """Tokens that may still be scheduled."""
         self.requests: list[Request] = []
         self.counts: list[int] = []
@@ -79,14 +81,20 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         long_prefill_token_threshold: int = 0,
+        max_stall_s: float = 0.0,
         policy: str | Policy = "fcfs",
         enable_prefix_caching: bool = True,
         whole_prompts: bool = False,
     ) -> None:
-        """``whole_prompts``: a prompt is computed in one step or not yet (an encoder's)."""
+        """``max_stall_s``: see :class:`~pagemill.core.step_budget.StepBudget`.
+
+        ``whole_prompts``: a prompt is computed in one step or not yet (an encoder's).
+        """
         self.whole_prompts = whole_prompts
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # each running request gets a token per step
         self.max_num_batched_tokens = max_num_batched_tokens
+        self._budget = StepBudget(max_num_batched_tokens, max_stall_s)
+        self._scheduled_s = 0.0
         self.max_model_len = max_model_len
         self.policy = create_policy(policy) if isinstance(policy, str) else policy
         chunk = min(long_prefill_token_threshold or max_num_batched_tokens, max_num_batched_tokens)
@@ -185,16 +193,19 @@ class Scheduler:
         if self.policy.dynamic:
             self._reorder(now_s)
         self._step += 1
-        plan = _Plan(self.max_num_batched_tokens)
+        self._scheduled_s = now_s
+        plan = _Plan()
         if self.waiting:
             self._push_aside(plan)
+        decoding = any(len(request.token_ids) - request.num_computed_tokens == 1 for request in self.running)
+        plan.budget = self._budget.most_tokens(len(self.running), decoding=decoding)
         self._advance_running(plan)
         self._next_up = []
         if self.waiting and len(self.running) < self.max_num_seqs:
             self._admit(plan)
         assert plan.requests, "requests are waiting and none can go on"
         self._flight = plan.requests
-        num_tokens = self.max_num_batched_tokens - plan.budget
+        num_tokens = sum(plan.counts)
         self._measure_slots(plan.requests, num_tokens)
         finished, self._finished_ids = self._finished_ids, []
         return SchedulerOutput(
@@ -383,6 +394,7 @@ class Scheduler:
         """Take in what the worker computed (``result``'s lists are consumed); what is new for the front."""
         flight, self._flight = self._flight, None
         assert flight is not None
+        self._budget.note(plan.total_num_tokens, now_s - self._scheduled_s)
         assert plan.step == self._step, f"step {plan.step} is updated, but step {self._step} was scheduled last"
         non_finite, prompt_logprobs, logprobs = result.non_finite, result.prompt_logprobs, result.logprobs
         outputs: list[EngineOutput] = []

@@ -8,6 +8,7 @@ as one engine process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import shutil
@@ -42,8 +43,6 @@ __all__ = ["EngineClient", "InprocClient", "ProcessClient", "engine_facts"]
 
 logger = logging.getLogger("pagemill.engine")
 
-LAST_FRAMES_S = 0.02
-"""How long frames may still arrive from a process that has ended."""
 STOP_S = 5.0
 """How long an engine that was told to stop may take."""
 
@@ -127,22 +126,11 @@ class ProcessClient:
     """The core in a child process, for an asyncio front."""
 
     def __init__(self, process: EngineProcess, on_outputs: Callable[[StepOutputs], None]) -> None:
-        import zmq
-
-        self._again = zmq.Again
-        self._no_wait = zmq.NOBLOCK
         self.process = process
+        self._channel = process.channel
         self.on_outputs = on_outputs
         self._folder = Path(tempfile.mkdtemp(prefix="pagemill-"))
         self._heartbeat = Heartbeat.create(self._folder / "heartbeat")
-        self._context = zmq.Context()
-        self._push = self._context.socket(zmq.PUSH)
-        self._pull = self._context.socket(zmq.PULL)
-        self._addresses = {}
-        for name, socket in (("to_engine", self._push), ("from_engine", self._pull)):
-            socket.set_hwm(0)
-            self._addresses[name] = f"ipc://{self._folder}/{name}"
-            socket.bind(self._addresses[name])
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         loop = self._loop = asyncio.get_running_loop()
@@ -152,9 +140,8 @@ class ProcessClient:
         self._last_words: tuple[str, str] | None = None
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
-        # ZeroMQ's own asyncio sockets cost more per frame than all that a frame is there for.
-        loop.add_reader(self._pull.fileno(), self._receive)
-        self._watching = asyncio.create_task(self._watch(self._pull.fileno()))
+        loop.add_reader(self._channel, self._receive)
+        self._watching = asyncio.create_task(self._watch())
 
     @classmethod
     async def start(
@@ -172,7 +159,6 @@ class ProcessClient:
                 config=config,
                 heartbeat=str(client._folder / "heartbeat"),
                 log_level=log_level,
-                **client._addresses,
             )
         )
         try:
@@ -180,7 +166,7 @@ class ProcessClient:
         except BaseException:
             await client.shutdown(timeout_s=0.0)
             raise
-        # Both ends are connected: without names in the file system nothing stays behind, however this process ends.
+        # Both have the heartbeat mapped: without a name in the file system nothing stays behind, however this one ends.
         shutil.rmtree(client._folder, ignore_errors=True)
         return client
 
@@ -223,31 +209,38 @@ class ProcessClient:
 
     def _send(self, message: ToEngine) -> None:
         try:
-            self._push.send(self._encoder.encode(message), self._no_wait)
-        except self._again:
+            self._channel.send(self._encoder.encode(message))
+        except ConnectionError:
             raise EngineDeadError("the engine process is gone; try again in a moment") from None
+        if self._channel.has_unsent:
+            self._loop.add_writer(self._channel, self._flush)
 
-    async def _watch(self, descriptor: int) -> None:
+    def _flush(self) -> None:
+        with contextlib.suppress(ConnectionError):  # told by the reader
+            self._channel.flush()
+            if self._channel.has_unsent:
+                return
+        self._loop.remove_writer(self._channel)
+
+    async def _watch(self) -> None:
         """Wait until the process has ended, take in its last frames, and say so."""
         code = await asyncio.wrap_future(self.process.ended)
-        await asyncio.sleep(LAST_FRAMES_S)
         self._receive()
-        self._loop.remove_reader(descriptor)
+        self._loop.remove_reader(self._channel)
+        self._loop.remove_writer(self._channel)
         self._end(code)
 
     def _receive(self) -> None:
-        """Hand on every frame that is there. (The descriptor tells of the first one only, so none may be left.)"""
-        while True:
-            try:
-                frame = self._pull.recv(self._no_wait)
-            except self._again:
-                return
+        """Hand on every frame that is there."""
+        for frame in self._channel.receive():
             try:
                 self._take(self._decoder.decode(frame))
             except Exception:
                 logger.exception("the front cannot take in what the engine sent; the engine is stopped")
                 self.process.signal_end()
                 return
+        if self._channel.ended:
+            self._loop.remove_reader(self._channel)
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, StepOutputs):
@@ -266,9 +259,7 @@ class ProcessClient:
                 answer.set_exception(raised(message.error))
 
     def _end(self, code: int) -> None:
-        self._push.close(linger=0)
-        self._pull.close(linger=0)
-        self._context.term()
+        self._channel.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         reason = f"the engine process ended ({_exit_text(code)})"
         if self._last_words is not None:

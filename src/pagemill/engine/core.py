@@ -127,6 +127,7 @@ class EngineCore:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=executor.max_model_len,
             long_prefill_token_threshold=config.long_prefill_token_threshold if causal else 0,
+            max_stall_s=config.max_stall_ms / 1000 if causal else 0.0,
             policy=config.scheduling_policy,
             enable_prefix_caching=config.enable_prefix_caching and causal,
             whole_prompts=not causal,

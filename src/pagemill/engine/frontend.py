@@ -136,7 +136,7 @@ class AsyncLLM:
                 await asyncio.gather(starting, return_exceptions=True)
                 raise
         except BaseException:
-            await asyncio.to_thread(process.kill)
+            await asyncio.to_thread(process.discard)
             raise
         engine._begin(client)
         return engine

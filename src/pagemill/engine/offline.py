@@ -75,7 +75,7 @@ class LLM:
     def _open(self, config: EngineConfig) -> None:
         validate(config)
         source = resolve_source(config.model, revision=config.revision)
-        self.config = dataclasses.replace(config, model=str(source.path))
+        self.config = dataclasses.replace(config, model=str(source.path), max_stall_ms=0.0)
         self.text = ModelText.open(source, self.config)
         self._client = InprocClient(self.config, self._on_outputs)
         facts = self._client.facts

@@ -8,6 +8,7 @@ learns of the child's end from the kernel, not from a time limit.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import mmap
@@ -26,6 +27,7 @@ from pathlib import Path
 import msgspec
 
 from pagemill.config import EngineConfig
+from pagemill.engine.channel import Channel
 from pagemill.engine.wire import FromEngine, Ready, StartFailed, ToEngine, reported
 from pagemill.errors import PagemillError
 
@@ -39,13 +41,9 @@ _LENGTH = struct.Struct("<Q")
 
 
 class StartOrder(msgspec.Struct, kw_only=True):
-    """Front -> child, once, over standard input: what to run and where to talk."""
+    """Front -> child, once, over standard input: what to run."""
 
     config: EngineConfig
-    to_engine: str
-    """ZeroMQ address that the child takes messages from."""
-    from_engine: str
-    """ZeroMQ address that the child sends to."""
     heartbeat: str
     """File of :class:`Heartbeat`."""
     log_level: str = "info"
@@ -82,8 +80,10 @@ class Heartbeat:
 class EngineProcess:
     """The front's handle on the child."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], channel: Channel) -> None:
         self._process = process
+        self.channel = channel
+        """To the child; whoever uses it closes it once the child has ended."""
         self.ended: Future[int] = Future()
         """The exit code, as soon as the kernel knows it; negative for a signal."""
         threading.Thread(target=self._wait, name="pagemill-engine-wait", daemon=True).start()
@@ -92,9 +92,19 @@ class EngineProcess:
     def spawn(cls) -> EngineProcess:
         """Start the child. It imports and then waits for :meth:`order`, so call this as early as possible."""
         package_root = str(Path(__file__).resolve().parents[2])
-        code = f"import sys; sys.path.insert(0, {package_root!r}); from pagemill.engine.process import main; main()"
-        # A process group of its own: Ctrl-C in the terminal is the front's to handle; it drains, then ends the child.
-        return cls(subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, process_group=0))
+        channel, theirs = Channel.pair()
+        with theirs:
+            code = (
+                f"import sys; sys.path.insert(0, {package_root!r}); "
+                f"from pagemill.engine.process import main; main({theirs.fileno()})"
+            )
+            process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                pass_fds=(theirs.fileno(),),
+                process_group=0,  # Ctrl-C in the terminal is the front's to handle; it drains, then ends the child
+            )
+        return cls(process, channel)
 
     @property
     def pid(self) -> int:
@@ -122,6 +132,11 @@ class EngineProcess:
         self.signal_end()
         self.ended.result()
 
+    def discard(self) -> None:
+        """End a child that nobody talks to."""
+        self.kill()
+        self.channel.close()
+
     def _wait(self) -> None:
         code = self._process.wait()
         assert self._process.stdin is not None
@@ -132,8 +147,11 @@ class EngineProcess:
         self.ended.set_result(code)
 
 
-def main() -> None:
-    """The child: import, wait for the order, load, serve until told to stop or the front is gone."""
+def main(descriptor: int) -> None:
+    """The child: import, wait for the order, load, serve until told to stop or the front is gone.
+
+    ``descriptor`` is its end of the channel, inherited.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A service manager signals every process of the service; the front drains and then tells the engine to stop.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -146,16 +164,16 @@ def main() -> None:
         return
     threading.Thread(target=_die_with_front, args=(lifeline,), name="pagemill-lifeline", daemon=True).start()
     logging.basicConfig(level=order.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    with _Socket(order) as socket:
-        try:
-            _serve(order, socket)
-        except PagemillError as error:
-            socket.send(StartFailed(reported(error)))
-            sys.exit(1)
-        except Exception as error:
-            logger.exception("the engine ends")
-            socket.send(StartFailed(reported(error)))
-            sys.exit(1)
+    front = _Front(Channel.inherited(descriptor))
+    try:
+        _serve(order, front)
+    except PagemillError as error:
+        front.send(StartFailed(reported(error)))
+        sys.exit(1)
+    except Exception as error:
+        logger.exception("the engine ends")
+        front.send(StartFailed(reported(error)))
+        sys.exit(1)
 
 
 def _read_order(pipe: RawIOBase) -> StartOrder | None:
@@ -178,64 +196,51 @@ def _die_with_front(pipe: RawIOBase) -> None:
     os._exit(1)
 
 
-class _Socket:
-    """The child's end of the two sockets."""
+class _Front:
+    """The front, as the child sees it."""
 
-    def __init__(self, order: StartOrder) -> None:
-        import zmq
-
-        self._zmq = zmq
-        self._context = zmq.Context()
-        self._pull = self._context.socket(zmq.PULL)
-        self._pull.set_hwm(0)
-        self._pull.connect(order.to_engine)
-        self._push = self._context.socket(zmq.PUSH)
-        self._push.set_hwm(0)
-        self._push.connect(order.from_engine)
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 
-    def __enter__(self) -> _Socket:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._context.destroy(linger=2000)
-
     def send(self, message: FromEngine) -> None:
-        """One frame; never waits for the reader."""
-        self._push.send(self._encoder.encode(message))
+        """One frame; never waits for the reader. A front that is gone needs none: this process is about to end."""
+        with contextlib.suppress(ConnectionError):
+            self._channel.send(self._encoder.encode(message))
 
     def receive(self) -> Iterable[ToEngine]:
         """Everything that has arrived."""
-        while True:
-            try:
-                frame = self._pull.recv(self._zmq.NOBLOCK)
-            except self._zmq.Again:
-                return
-            yield self._decoder.decode(frame)
+        return map(self._decoder.decode, self._channel.receive())
 
     def wait(self, timeout_s: float) -> None:
-        """Until something arrives, or the time is over."""
-        self._pull.poll(int(timeout_s * 1000))
+        """Until something arrives or more can be sent, or the time is over."""
+        self._channel.wait(timeout_s)
+        with contextlib.suppress(ConnectionError):
+            self._channel.flush()
 
 
-def _serve(order: StartOrder, socket: _Socket) -> None:
+def _serve(order: StartOrder, front: _Front) -> None:
     from pagemill.engine.client import engine_facts
     from pagemill.engine.core import EngineCore
     from pagemill.worker.executor import InprocExecutor
 
     heartbeat = Heartbeat(Path(order.heartbeat))
     executor = InprocExecutor.create(order.config)
-    core = EngineCore.create(order.config, executor, inbox=socket.receive, sink=socket.send)
+    core = EngineCore.create(order.config, executor, inbox=front.receive, sink=front.send)
     gc.collect()
     gc.freeze()  # what was made while loading stays; the collector need not walk it during steps
+    with contextlib.suppress(ImportError):  # not built: PyTorch's threads compute
+        from pagemill import _native
+
+        _native.take_long_slices()
     heartbeat.beat()
-    socket.send(Ready(engine_facts(executor)))
+    front.send(Ready(engine_facts(executor)))
     while not core.stopping:
         progressed = core.step()
         heartbeat.beat()
         if not progressed and not core.stopping:
             if order.log_level == "debug":
                 core.scheduler.check_invariants()
-            socket.wait(IDLE_S)
+            front.wait(IDLE_S)
     executor.shutdown()
