@@ -35,7 +35,7 @@ PM_INLINE void score_block(const uint32_t* q, int64_t q_stride, const int32_t* s
     };
     (row_step(std::integral_constant<int, Rs>{}), ...);
   }
-  const F16 scales[G] = {Kind<Word>::key_scales(k[Gs] + scales_at)...};
+  const F32x16 scales[G] = {Kind<Word>::key_scales(k[Gs] + scales_at)...};
   const auto store_row = [&](auto row) __attribute__((always_inline)) {
     ((store(s + row * kTile + Gs * 16, Kind<Word>::scores(acc[row * G + Gs], scales[Gs]))), ...);
   };
@@ -332,10 +332,10 @@ void attend_tile(const AttentionCall& call, const Walk& walk, const TileKeys& ti
   const uint32_t* const* ahead = keys + GroupStream::kAhead;
   Steps all;  // of rows that see every key up to `end`
   if constexpr (Kind<Word>::kBytes) {
-    F16 most = zero();
+    F32x16 most = zero();
     for (int g = first; g < last; ++g) {
       prefetch_second_level(ahead[g - first] + scales_at);
-      const F16 scales = load_bf16(reinterpret_cast<const uint16_t*>(keys[g - first] + scales_at) + kGroup);
+      const F32x16 scales = load_bf16(reinterpret_cast<const uint16_t*>(keys[g - first] + scales_at) + kGroup);
       store(at.value_scales + g * kGroup, scales);
       most = max(most, zero_unless(tail_mask(end - g * kGroup), scales));
     }
@@ -397,7 +397,7 @@ PM_INLINE void write_rows(const AttentionCall& call, const AttentionItem& item, 
                           const float* sum) {
   const int dim = call.layer->head_dim, padded = call.layer->padded_dim();
   each_row(call, item, kv_head, call.out_stride, [&](int row, int64_t place) __attribute__((always_inline)) {
-    const F16 scale = set1(1.0f / sum[row]);
+    const F32x16 scale = set1(1.0f / sum[row]);
     for (int d = 0; d < dim; d += 16)
       store(call.out + place + d, mul(load(out + row * padded + d), scale), tail_mask(dim - d));
   });

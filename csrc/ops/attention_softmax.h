@@ -101,12 +101,12 @@ PM_INLINE void find_peak(const AttentionLayer& layer, const Scratch& at, int row
   float* s = at.scores + row * kTile;
   float factor = at.query_scale[row] * kLog2e;
   if (layer.softcap > 0) {
-    const F16 cap = set1(layer.softcap), into = set1(at.query_scale[row] / layer.softcap);
+    const F32x16 cap = set1(layer.softcap), into = set1(at.query_scale[row] / layer.softcap);
     for (int g = seen.begin; g < seen.end; ++g)
       store(s + g * kGroup, mul(cap, tanh(mul(load(s + g * kGroup), into))));
     factor = kLog2e;
   }
-  F16 top = set1(kMinusInf), most = zero();
+  F32x16 top = set1(kMinusInf), most = zero();
   seen.each<1>([&](int g) __attribute__((always_inline)) {
     top = max(top, select(seen.lanes(g), load(s + g * kGroup), set1(kMinusInf)));
   }, [&](int g, auto) __attribute__((always_inline)) { top = max(top, load(s + g * kGroup)); });
@@ -132,8 +132,8 @@ PM_INLINE void write_probabilities(const AttentionLayer& layer, const Scratch& a
   uint32_t* p = reinterpret_cast<uint32_t*>(s);
   const float peak = at.tile_max[row], factor = layer.softcap > 0 ? kLog2e : at.query_scale[row] * kLog2e;
   // Rows that see nothing of this tile (a window's edge, keys to come) keep a finite exponent.
-  const F16 shift = set1(peak == kMinusInf ? 0.0f : -peak), by = set1(factor);
-  F16 sum = zero(), in_one = zero();
+  const F32x16 shift = set1(peak == kMinusInf ? 0.0f : -peak), by = set1(factor);
+  F32x16 sum = zero(), in_one = zero();
   if constexpr (Kind<Word>::kBytes) in_one = set1(at.steps[row]);
   const auto weight = [&](int g) __attribute__((always_inline)) {
     return All ? load(at.weights + g * kGroup) : mul(in_one, load(at.value_scales + g * kGroup));
@@ -141,13 +141,13 @@ PM_INLINE void write_probabilities(const AttentionLayer& layer, const Scratch& a
   for (int g = seen.first; g < seen.begin; ++g) store_probabilities(p + g * steps, zero(), P{});
   seen.each<kSideBySide>([&](int g) __attribute__((always_inline)) {
     const Mask visible = seen.lanes(g);
-    F16 e = zero_unless(visible, exp2(fma(load(s + g * kGroup), by, shift)));
+    F32x16 e = zero_unless(visible, exp2(fma(load(s + g * kGroup), by, shift)));
     sum = add(sum, e);
     if constexpr (Kind<Word>::kBytes) e = mul(e, zero_unless(visible, weight(g)));
     store_probabilities(p + g * steps, e, P{});
   }, [&](int g, auto count) __attribute__((always_inline)) {
     constexpr int n = decltype(count)::value;
-    F16 e[n];
+    F32x16 e[n];
 #pragma GCC unroll 8
     for (int i = 0; i < n; ++i) e[i] = fma(load(s + (g + i) * kGroup), by, shift);
     exp2(e);
@@ -169,9 +169,9 @@ PM_INLINE void merge_tile(float* max, float* sum, float* out, const float* tile_
   static_assert(kTileRows <= 2 * kGroup);
   for (int i = 0; i < rows; i += kGroup) {
     const Mask in = tail_mask(rows - i);
-    const F16 before = load(max + i, in), now = load(tile_max + i, in), top = select(greater(now, before), now, before);
-    const F16 kept = exp2(sub(before, top)), taken = exp2(sub(now, top));
-    const F16 old = load(sum + i, in), total = add(mul(old, kept), mul(load(tile_sum + i, in), taken));
+    const F32x16 before = load(max + i, in), now = load(tile_max + i, in), top = select(greater(now, before), now, before);
+    const F32x16 kept = exp2(sub(before, top)), taken = exp2(sub(now, top));
+    const F32x16 old = load(sum + i, in), total = add(mul(old, kept), mul(load(tile_sum + i, in), taken));
     store(keep + i, kept);
     store(take + i, taken);
     store(max + i, top, in);
@@ -179,7 +179,7 @@ PM_INLINE void merge_tile(float* max, float* sum, float* out, const float* tile_
   }
   for (int i = 0; i < rows; ++i, out += padded, tile_out += padded) {
     if (max[i] == kMinusInf) continue;  // NaN goes on, and stays in its row
-    const F16 kept = set1(keep[i]), taken = set1(take[i]);
+    const F32x16 kept = set1(keep[i]), taken = set1(take[i]);
     for (int d = 0; d < padded; d += 16) store(out + d, fma(load(tile_out + d), taken, mul(load(out + d), kept)));
   }
 }

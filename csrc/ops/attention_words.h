@@ -19,36 +19,36 @@ constexpr float kMaxProbability = 32767.0f;
 
 template <class Word>
 struct Kind {  // bfloat16 and float32
-  using Sum = F16;
+  using Sum = F32x16;
   using Probability = Word;
   static constexpr bool kBytes = false;
   static constexpr int kValueSteps = std::is_same<Word, F32Word>::value ? kGroup : kGroup / 2;
   PM_INLINE Sum first_sum(const int32_t*) { return zero(); }
   PM_INLINE W16 values(const uint32_t* p) { return load_words(p); }
-  PM_INLINE F16 key_scales(const uint32_t*) { return zero(); }
-  PM_INLINE F16 scores(Sum sum, F16) { return sum; }
-  PM_INLINE F16 outputs(Sum sum, float) { return sum; }
+  PM_INLINE F32x16 key_scales(const uint32_t*) { return zero(); }
+  PM_INLINE F32x16 scores(Sum sum, F32x16) { return sum; }
+  PM_INLINE F32x16 outputs(Sum sum, float) { return sum; }
 };
 
 template <>
 struct Kind<I8Word> {
-  using Sum = I16;
+  using Sum = I32x16;
   using Probability = I16Word;
   static constexpr bool kBytes = true;
   static constexpr int kValueSteps = kGroup / 2;
   PM_INLINE Sum first_sum(const int32_t* start) { return set1_i32(*start); }
   PM_INLINE W16 values(const uint32_t* p) { return load_byte_pairs(p); }
   // Of the group's 16 keys.
-  PM_INLINE F16 key_scales(const uint32_t* p) { return load_bf16(reinterpret_cast<const uint16_t*>(p)); }
-  PM_INLINE F16 scores(Sum sum, F16 scales) { return mul(to_float(sum), scales); }
-  PM_INLINE F16 outputs(Sum sum, float unit) { return mul(to_float(sum), set1(unit)); }
+  PM_INLINE F32x16 key_scales(const uint32_t* p) { return load_bf16(reinterpret_cast<const uint16_t*>(p)); }
+  PM_INLINE F32x16 scores(Sum sum, F32x16 scales) { return mul(to_float(sum), scales); }
+  PM_INLINE F32x16 outputs(Sum sum, float unit) { return mul(to_float(sum), set1(unit)); }
 };
 
 // The step of x [dim] in bytes: its largest magnitude / 127, never 0; NaN where x holds NaN or infinity.
 PM_INLINE float byte_scale(const float* x, int dim) {
-  F16 top = zero(), poison = zero();
+  F32x16 top = zero(), poison = zero();
   for (int d = 0; d < dim; d += 16) {
-    const F16 v = load(x + d, tail_mask(dim - d));
+    const F32x16 v = load(x + d, tail_mask(dim - d));
     top = max(top, abs(v));
     poison = fma(v, zero(), poison);
   }
@@ -71,7 +71,7 @@ PM_INLINE float widen(uint16_t half) {
 
 // A head of 16 N dimensions through the Hadamard transform, in registers, without its factor.
 template <int N>
-PM_INLINE void turn_head(const float* x, F16 (&v)[N]) {
+PM_INLINE void turn_head(const float* x, F32x16 (&v)[N]) {
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i) v[i] = turn_lanes(load(x + 16 * i));
 #pragma GCC unroll 16
@@ -79,7 +79,7 @@ PM_INLINE void turn_head(const float* x, F16 (&v)[N]) {
 #pragma GCC unroll 16
     for (int i = 0; i < N; ++i) {
       if (i & half) continue;
-      const F16 a = v[i], b = v[i + half];
+      const F32x16 a = v[i], b = v[i + half];
       v[i] = add(a, b);
       v[i + half] = sub(a, b);
     }
@@ -95,7 +95,7 @@ struct Bytes {
 // instructions that wait for each other.
 template <int N, int M>
 PM_INLINE void turned_registers(const float* const (&x)[M], bool narrow, int8_t* const (&q)[M], Bytes (&out)[M]) {
-  F16 v[M][N], top[M];
+  F32x16 v[M][N], top[M];
   const auto each = [&](auto body) __attribute__((always_inline)) {
 #pragma GCC unroll 4
     for (int m = 0; m < M; ++m) body(m);
@@ -113,11 +113,11 @@ PM_INLINE void turned_registers(const float* const (&x)[M], bool narrow, int8_t*
     if (narrow) out[m].scale = widen(round_scale(out[m].scale));
   });
   each([&](int m) __attribute__((always_inline)) {
-    const F16 inverse = set1(kFactor / out[m].scale);
-    I16 sum = set1_i32(0);
+    const F32x16 inverse = set1(kFactor / out[m].scale);
+    I32x16 sum = set1_i32(0);
 #pragma GCC unroll 16
     for (int i = 0; i < N; ++i) {
-      const I16 b = round_i32(mul(v[m][i], inverse));
+      const I32x16 b = round_i32(mul(v[m][i], inverse));
       sum = add(sum, b);
       store_i8(q[m] + 16 * i, b);
     }
@@ -138,18 +138,18 @@ PM_INLINE Bytes turned_to_bytes(const AttentionLayer& layer, const float* x, boo
   hadamard_row(memory, dim, layer.hadamard_block());
   float scale = byte_scale(memory, dim);
   if (narrow) scale = widen(round_scale(scale));
-  const F16 inverse = set1(1.0f / scale);
-  I16 sum = set1_i32(0);
+  const F32x16 inverse = set1(1.0f / scale);
+  I32x16 sum = set1_i32(0);
   for (int d = 0; d < dim; d += 16) {
-    const I16 b = round_i32(mul(load(memory + d, tail_mask(dim - d)), inverse));
+    const I32x16 b = round_i32(mul(load(memory + d, tail_mask(dim - d)), inverse));
     sum = add(sum, b);
     store_i8(q + d, b);
   }
   return {scale, hsum_i32(sum)};
 }
 
-PM_INLINE void store_probabilities(uint32_t* p, F16 x, Bf16Word) { store_bf16(reinterpret_cast<uint16_t*>(p), x); }
-PM_INLINE void store_probabilities(uint32_t* p, F16 x, F32Word) { store(reinterpret_cast<float*>(p), x); }
-PM_INLINE void store_probabilities(uint32_t* p, F16 x, I16Word) { store_i16(p, round_i32(x)); }
+PM_INLINE void store_probabilities(uint32_t* p, F32x16 x, Bf16Word) { store_bf16(reinterpret_cast<uint16_t*>(p), x); }
+PM_INLINE void store_probabilities(uint32_t* p, F32x16 x, F32Word) { store(reinterpret_cast<float*>(p), x); }
+PM_INLINE void store_probabilities(uint32_t* p, F32x16 x, I16Word) { store_i16(p, round_i32(x)); }
 
 }  // namespace pm::PM_ISA

@@ -9,18 +9,18 @@ namespace pm::PM_ISA {
 namespace {
 
 void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* out) {
-  F16 s0 = zero(), s1 = zero();  // two chains; their order depends on n alone
+  F32x16 s0 = zero(), s1 = zero();  // two chains; their order depends on n alone
   int64_t i = 0;
   for (; i + 32 <= n; i += 32) {
-    const F16 a = load(x + i), b = load(x + i + 16);
+    const F32x16 a = load(x + i), b = load(x + i + 16);
     s0 = fma(a, a, s0);
     s1 = fma(b, b, s1);
   }
   for (; i < n; i += 16) {
-    const F16 a = load(x + i, tail_mask(n - i));
+    const F32x16 a = load(x + i, tail_mask(n - i));
     s0 = fma(a, a, s0);
   }
-  const F16 scale = set1(1.0f / std::sqrt(hsum(add(s0, s1)) / static_cast<float>(n) + eps));
+  const F32x16 scale = set1(1.0f / std::sqrt(hsum(add(s0, s1)) / static_cast<float>(n) + eps));
   for (i = 0; i + 16 <= n; i += 16) store(out + i, mul(mul(load(x + i), scale), load(weight + i)));
   if (i < n) {
     const Mask m = tail_mask(n - i);
@@ -31,7 +31,7 @@ void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* 
 // The sum over n floats in two chains; their order depends on n alone.
 template <class Term>
 PM_INLINE float sum_of(const float* x, int64_t n, Term term) {
-  F16 s0 = zero(), s1 = zero();
+  F32x16 s0 = zero(), s1 = zero();
   int64_t i = 0;
   for (; i + 32 <= n; i += 32) {
     s0 = add(s0, term(load(x + i)));
@@ -43,34 +43,34 @@ PM_INLINE float sum_of(const float* x, int64_t n, Term term) {
 
 void layer_norm(const float* x, const float* weight, const float* bias, int64_t n, float eps, float* out) {
   const float count = static_cast<float>(n);
-  const F16 mean = set1(sum_of(x, n, [](F16 v) { return v; }) / count);
-  const auto square = [&](F16 v) { return mul(sub(v, mean), sub(v, mean)); };
-  const F16 scale = set1(1.0f / std::sqrt(sum_of(x, n, square) / count + eps));
+  const F32x16 mean = set1(sum_of(x, n, [](F32x16 v) { return v; }) / count);
+  const auto square = [&](F32x16 v) { return mul(sub(v, mean), sub(v, mean)); };
+  const F32x16 scale = set1(1.0f / std::sqrt(sum_of(x, n, square) / count + eps));
   for (int64_t i = 0; i < n; i += 16) {
     const Mask m = tail_mask(n - i);
-    const F16 v = mul(sub(load(x + i, m), mean), scale);
+    const F32x16 v = mul(sub(load(x + i, m), mean), scale);
     store(out + i, fma(v, load(weight + i, m), load(bias + i, m)), m);
   }
 }
 
 // erf by Abramowitz and Stegun 7.1.26, absolute error < 2e-7 in float.
-PM_INLINE F16 gelu(F16 x) {
-  const F16 z = abs(mul(x, set1(0.70710678f)));
-  const F16 t = div(set1(1.0f), fma(z, set1(0.3275911f), set1(1.0f)));
-  F16 p = set1(1.061405429f);
+PM_INLINE F32x16 gelu(F32x16 x) {
+  const F32x16 z = abs(mul(x, set1(0.70710678f)));
+  const F32x16 t = div(set1(1.0f), fma(z, set1(0.3275911f), set1(1.0f)));
+  F32x16 p = set1(1.061405429f);
   p = fma(p, t, set1(-1.453152027f));
   p = fma(p, t, set1(1.421413741f));
   p = fma(p, t, set1(-0.284496736f));
   p = mul(fma(p, t, set1(0.254829592f)), t);
-  const F16 tail = mul(p, exp(sub(zero(), mul(z, z))));  // 1 - erf(|z|)
-  const F16 both = select(greater(x, zero()), sub(set1(2.0f), tail), tail);
+  const F32x16 tail = mul(p, exp(sub(zero(), mul(z, z))));  // 1 - erf(|z|)
+  const F32x16 both = select(greater(x, zero()), sub(set1(2.0f), tail), tail);
   return mul(mul(x, set1(0.5f)), both);
 }
 
 void activate(float* x, int64_t n, Activate which) {
   for (int64_t i = 0; i < n; i += 16) {
     const Mask m = tail_mask(n - i);
-    const F16 v = load(x + i, m);
+    const F32x16 v = load(x + i, m);
     store(x + i, which == Activate::gelu ? gelu(v) : tanh(v), m);
   }
 }
@@ -85,7 +85,7 @@ void add_scaled(const float* x, const float* y, float scale, int64_t n, float* o
 void scale_softcap(float* x, int64_t n, float scale, float cap) {
   for (int64_t i = 0; i < n; i += 16) {
     const Mask m = tail_mask(n - i);
-    F16 v = mul(load(x + i, m), set1(scale));
+    F32x16 v = mul(load(x + i, m), set1(scale));
     if (cap > 0) v = mul(set1(cap), tanh(mul(v, set1(1.0f / cap))));
     store(x + i, v, m);
   }
@@ -102,7 +102,7 @@ void norm_heads(float* x, int heads, int dim, const float* weight, int size, flo
 void rotate_halves(float* x, const float* cos, const float* sin, int half) {
   for (int i = 0; i < half; i += 16) {
     const Mask m = tail_mask(half - i);
-    const F16 c = load(cos + i, m), s = load(sin + i, m), a = load(x + i, m), b = load(x + half + i, m);
+    const F32x16 c = load(cos + i, m), s = load(sin + i, m), a = load(x + i, m), b = load(x + half + i, m);
     store(x + i, fnma(b, s, mul(a, c)), m);
     store(x + half + i, fma(a, s, mul(b, c)), m);
   }
