@@ -22,6 +22,7 @@ from pagemill.errors import (
     ConfigError,
     EngineDeadError,
     ModelNotFoundError,
+    PagemillError,
     PromptTooLongError,
     QueueFullError,
     RequestError,
@@ -69,6 +70,15 @@ async def test_streams_agree_with_offline_answers_and_with_each_other(
         assert "".join(output.outputs[0].text for output in streamed) == final[0].outputs[0].text
         assert final[0].outputs[0].text == expected.outputs[0].text
         assert final[0].outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+async def test_frames_that_no_socket_takes_at_once_pass_both_ways_beside_streams(engine: AsyncLLM) -> None:
+    beside = asyncio.create_task(collect(engine, "the fox", LONG, "final"))
+    name = "n" * 3_000_000
+    with pytest.raises(PagemillError) as failed:
+        await engine.call(name)
+    assert name in str(failed.value)
+    assert len((await beside)[0].outputs[0].token_ids) == LONG.max_tokens
 
 
 async def test_a_reader_that_leaves_ends_its_request_and_no_other(engine: AsyncLLM) -> None:
