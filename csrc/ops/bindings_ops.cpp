@@ -1,13 +1,9 @@
 // Single ops for Python: what tests and benchmarks call. A model runs them through the program instead.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <optional>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -55,9 +51,9 @@ void check_batch(const AttentionLayer& layer, const AttentionBatch& batch, int64
   }
 }
 
-int check_norm(const std::optional<Vec<const float>>& norm, int heads, int head_dim) {
-  if (!norm) return 0;
-  const int size = static_cast<int>(norm->shape(0));
+int check_norm(const Vec<const float>& norm, int heads, int head_dim) {
+  if (!norm.is_valid()) return 0;
+  const int size = static_cast<int>(norm.shape(0));
   check(size == head_dim || size == heads * head_dim, "a qk norm must be [head_dim] or [heads * head_dim]");
   return size;
 }
@@ -102,9 +98,8 @@ void attention(Mat<const float> query, Mat<const uint8_t> cache, Vec<const int32
 }
 
 void rope_and_cache(Mat<float> qkv, Mat<uint8_t> cache, Vec<const int32_t> positions, Vec<const int32_t> slots,
-                    std::optional<Cube<const float>> table,
-                    bool interleaved, std::optional<Vec<const float>> q_norm, std::optional<Vec<const float>> k_norm,
-                    float eps, int num_heads, int num_kv_heads, int head_dim, int block_size, int kv_type) {
+                    Cube<const float> table, bool interleaved, Vec<const float> q_norm, Vec<const float> k_norm, float eps,
+                    int num_heads, int num_kv_heads, int head_dim, int block_size, int kv_type) {
   const AttentionLayer layer = make_layer(kv_type, block_size, num_heads, num_kv_heads, head_dim, 1, 0, 0);
   const int64_t tokens = static_cast<int64_t>(qkv.shape(0));
   check(qkv.shape(1) == static_cast<size_t>((num_heads + 2 * num_kv_heads) * head_dim), "qkv has the wrong width");
@@ -113,10 +108,10 @@ void rope_and_cache(Mat<float> qkv, Mat<uint8_t> cache, Vec<const int32_t> posit
         "positions and slots need one entry for each token");
   for (int64_t i = 0; i < tokens; ++i) {
     check(slots.data()[i] < static_cast<int64_t>(cache.shape(0)) * block_size, "a slot lies past the cache");
-    check(positions.data()[i] >= 0 && (!table || positions.data()[i] < static_cast<int64_t>(table->shape(0))),
+    check(positions.data()[i] >= 0 && (!table.is_valid() || positions.data()[i] < dim(table, 0)),
           "a position lies past the rotary table");
   }
-  const int rotary_dim = table ? 2 * static_cast<int>(table->shape(2)) : 0;
+  const int rotary_dim = table.is_valid() ? 2 * static_cast<int>(table.shape(2)) : 0;
   check(rotary_dim <= head_dim, "the rotary table is wider than head_dim");
   const RopeCall call{&layer,
                       qkv.data(),
@@ -124,11 +119,11 @@ void rope_and_cache(Mat<float> qkv, Mat<uint8_t> cache, Vec<const int32_t> posit
                       cache.data(),
                       positions.data(),
                       slots.data(),
-                      table ? table->data() : nullptr,
+                      table.is_valid() ? table.data() : nullptr,
                       rotary_dim,
                       interleaved,
-                      q_norm ? q_norm->data() : nullptr,
-                      k_norm ? k_norm->data() : nullptr,
+                      q_norm.is_valid() ? q_norm.data() : nullptr,
+                      k_norm.is_valid() ? k_norm.data() : nullptr,
                       check_norm(q_norm, num_heads, head_dim),
                       check_norm(k_norm, num_kv_heads, head_dim),
                       eps};
@@ -191,9 +186,8 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>> allocate_bytes(int64_t rows, int64_
   return {memory->as<uint8_t>(), {static_cast<size_t>(rows), static_cast<size_t>(columns)}, owner};
 }
 
-// The first `bytes` of each array of allocate_bytes.
-std::vector<PageWarmer::Range> warm_ranges(
-    const std::vector<nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>>& arrays, size_t bytes) {
+// The first `bytes` of each array.
+std::vector<PageWarmer::Range> warm_ranges(const std::vector<Mat<uint8_t>>& arrays, size_t bytes) {
   std::vector<PageWarmer::Range> ranges;
   for (const auto& array : arrays) {
     ranges.push_back({reinterpret_cast<std::byte*>(array.data()), std::min(bytes, array.size())});
@@ -201,17 +195,27 @@ std::vector<PageWarmer::Range> warm_ranges(
   return ranges;
 }
 
+// Holds the arrays themselves: the list that they came in may be emptied.
+struct BoundWarmer {
+  BoundWarmer(const std::vector<Mat<uint8_t>>& arrays, size_t bytes) : warmer(warm_ranges(arrays, bytes)) {
+    for (const auto& array : arrays) kept.push_back(owner_of(array));
+  }
+  std::vector<nb::object> kept;
+  PageWarmer warmer;
+};
+
 }  // namespace
 
 void register_ops(nb::module_& m) {
   using namespace nb::literals;
   m.def("kv_block_bytes", &kv_block_bytes, "kv_type"_a, "block_size"_a, "num_kv_heads"_a, "head_dim"_a);
   m.def("allocate_bytes", &allocate_bytes, "rows"_a, "columns"_a);
-  nb::class_<PageWarmer>(m, "PageWarmer")
+  nb::class_<BoundWarmer>(m, "PageWarmer")
       .def("__init__",
-           [](PageWarmer* self, const std::vector<nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>>& arrays,
-              size_t num_bytes) { new (self) PageWarmer(warm_ranges(arrays, num_bytes)); },
-           "arrays"_a, "num_bytes"_a, nb::keep_alive<1, 2>());
+           [](BoundWarmer* self, nb::sequence arrays, size_t num_bytes) {
+             new (self) BoundWarmer(array_list<Mat<uint8_t>>(arrays), num_bytes);
+           },
+           "arrays"_a, "num_bytes"_a);
   m.def("attention", &attention, "query"_a, "cache"_a, "query_start"_a, "context_lens"_a, "block_tables"_a, "out"_a,
         nb::kw_only(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "block_size"_a, "scale"_a, "window"_a = 0,
         "softcap"_a = 0.0f, "kv_type"_a = 0, "causal"_a = true);

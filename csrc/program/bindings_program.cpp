@@ -1,19 +1,17 @@
 // pagemill._native.Program: recorded by src/pagemill/worker/graphs.py.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <optional>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "arrays.h"
 #include "bindings.h"
+#include "linear/bindings_shared.h"
 #include "ops/bindings_shared.h"
 #include "program/instructions.h"
 
@@ -21,8 +19,6 @@ namespace nb = nanobind;
 
 namespace pm {
 namespace {
-
-using OptionalVec = std::optional<Vec<const float>>;
 
 // A program and what its instructions point into: weights, rotary tables, caches.
 struct BoundProgram : Program {
@@ -34,8 +30,9 @@ struct BoundProgram : Program {
   int block_size = 0;
 };
 
-std::vector<float> copy_of(const OptionalVec& v) {
-  return v ? std::vector<float>(v->data(), v->data() + v->shape(0)) : std::vector<float>{};
+// Empty where the argument was None.
+std::vector<float> copy_of(const Vec<const float>& v) {
+  return v.is_valid() ? std::vector<float>(v.data(), v.data() + v.shape(0)) : std::vector<float>{};
 }
 
 int floats(BoundProgram& p, int64_t columns, bool logits) {
@@ -55,7 +52,7 @@ void embed(BoundProgram& p, const PackedLinear& table, float scale, int out) {
 
 void positions(BoundProgram& p, const Mat<const float>& table, int out) {
   p.max_position.push_back(static_cast<int64_t>(table.shape(0)));
-  p.kept.push_back(nb::cast(table));
+  p.kept.push_back(owner_of(table));
   p.append(make_positions({table.data(), static_cast<int64_t>(table.shape(1)), out}), 0);
 }
 
@@ -70,10 +67,10 @@ void activate(BoundProgram& p, int buffer, int64_t columns, const std::string& n
   p.append(make_activate({logits ? RowKind::logits : RowKind::tokens, buffer, columns, activation_named(name)}), 0);
 }
 
-void rows(BoundProgram& p, int source, int64_t columns, const OptionalVec& norm, float eps, int64_t hadamard, int out,
+void rows(BoundProgram& p, int source, int64_t columns, const Vec<const float>& norm, float eps, int64_t hadamard, int out,
           int act, const PackedLinear* weight, bool gather, bool logits, bool result) {
   check(!result || (logits && out == kNone && act == kNone), "a result is that of the rows with logits, and only that");
-  check(!norm || static_cast<int64_t>(norm->shape(0)) == columns, "the norm's weight has another length than the rows");
+  check(!norm.is_valid() || dim(norm, 0) == columns, "the norm's weight has another length than the rows");
   check((act == kNone) == (weight == nullptr), "act and weight come together");
   check(!weight || weight->k == columns, "the weight takes rows of another length");
   RowsSpec spec;
@@ -93,12 +90,11 @@ void rows(BoundProgram& p, int source, int64_t columns, const OptionalVec& norm,
 
 void linear(BoundProgram& p, int act, const PackedLinear& weight, int out, bool accumulate, const std::string& gate,
             bool logits, bool find_best) {
-  check(gate == "silu" || gate == "gelu_tanh", "gate must be silu or gelu_tanh");
   check(out != kNone || logits, "only the logits are written outside the arena");
   check(!find_best || (out == kNone && !weight.gated), "the best is found among the logits");
   const int64_t tile = std::min(p.tile_rows(), p.max_logits());
   p.append(make_linear({logits ? RowKind::logits : RowKind::tokens, act, activation_kind(weight), &weight, out,
-                        find_best, accumulate, gate == "silu" ? Gate::silu : Gate::gelu_tanh}),
+                        find_best, accumulate, gate_named(gate)}),
            find_best ? tile * static_cast<int64_t>(sizeof(RowBest) / sizeof(float)) : 0);
 }
 
@@ -121,22 +117,22 @@ void keep_cache(BoundProgram& p, const LayerArgs& args) {
   if (p.num_blocks.size() <= group) p.num_blocks.resize(group + 1, 0);
   p.num_blocks[group] = static_cast<int64_t>(args.cache.shape(0));
   p.block_size = args.layer.block_size;
-  p.kept.push_back(nb::cast(args.cache));
+  p.kept.push_back(owner_of(args.cache));
 }
 
 void rope(BoundProgram& p, int qkv, const AttentionLayer& layer, const Mat<uint8_t>& cache, int group,
-          std::optional<Cube<const float>> table, bool interleaved, const OptionalVec& q_norm,
-          const OptionalVec& k_norm, float eps) {
+          const Cube<const float>& table, bool interleaved, const Vec<const float>& q_norm,
+          const Vec<const float>& k_norm, float eps) {
   keep_cache(p, {layer, cache, group});
-  const int rotary_dim = table ? 2 * static_cast<int>(table->shape(2)) : 0;
+  const int rotary_dim = table.is_valid() ? 2 * static_cast<int>(table.shape(2)) : 0;
   check(rotary_dim <= layer.head_dim, "the rotary table is wider than head_dim");
   RopeSpec spec;
   spec.call = {};
   spec.call.cache = cache.data();
-  if (table) {
-    spec.call.table = table->data();
-    p.max_position.push_back(static_cast<int64_t>(table->shape(0)));
-    p.kept.push_back(nb::cast(*table));
+  if (table.is_valid()) {
+    spec.call.table = table.data();
+    p.max_position.push_back(dim(table, 0));
+    p.kept.push_back(owner_of(table));
   }
   spec.call.rotary_dim = rotary_dim;
   spec.call.interleaved = interleaved;
@@ -162,7 +158,6 @@ void moe(BoundProgram& p, int router, int act, int out, const std::vector<const 
          const std::string& gate, bool logits) {
   check(!gate_up.empty() && gate_up.size() == down.size(), "gate_up and down need one matrix for each expert");
   check(top_k >= 1 && top_k <= static_cast<int64_t>(gate_up.size()), "top_k must be 1 to the number of experts");
-  check(gate == "silu" || gate == "gelu_tanh", "gate must be silu or gelu_tanh");
   for (size_t e = 0; e < gate_up.size(); ++e) {
     check(gate_up[e]->gated && gate_up[e]->k == gate_up[0]->k && gate_up[e]->n == gate_up[0]->n &&
               gate_up[e]->kind == gate_up[0]->kind && down[e]->k == gate_up[0]->n && down[e]->n == gate_up[0]->k &&
@@ -184,7 +179,7 @@ void moe(BoundProgram& p, int router, int act, int out, const std::vector<const 
   spec.down_hadamard = down_hadamard;
   spec.max_rows = std::min(p.tile_rows(), logits ? p.max_logits() : p.max_tokens());
   spec.renormalize = renormalize;
-  spec.gate = gate == "silu" ? Gate::silu : Gate::gelu_tanh;
+  spec.gate = gate_named(gate);
   spec.pairs_in = p.new_buffer(spec.rows, top_k * activation_row_bytes(spec.in_kind, spec.hidden));
   spec.inner = p.new_buffer(spec.rows, top_k * spec.intermediate * 4);
   spec.pairs_act = p.new_buffer(spec.rows, top_k * activation_row_bytes(spec.down_kind, spec.intermediate));
@@ -217,10 +212,11 @@ void check_inputs(const BoundProgram& p, const ProgramInputs& in) {
 }
 
 void run(BoundProgram& p, Vec<const int32_t> token_ids, Vec<const int32_t> positions, Vec<const int32_t> query_start,
-         Vec<const int32_t> context_lens, const std::vector<Vec<const int32_t>>& slot_mapping,
-         const std::vector<Mat<const int32_t>>& block_tables, Vec<const int32_t> logits_rows,
-         nb::ndarray<float, nb::ndim<2>, nb::device::cpu> logits, Vec<const bool> logits_kept, Vec<int64_t> best,
+         Vec<const int32_t> context_lens, nb::sequence slots_by_group, nb::sequence tables_by_group,
+         Vec<const int32_t> logits_rows, Rows2d<float> logits, Vec<const bool> logits_kept, Vec<int64_t> best,
          Vec<float> highest, Vec<bool> finite) {
+  const auto slot_mapping = array_list<Vec<const int32_t>>(slots_by_group);
+  const auto block_tables = array_list<Mat<const int32_t>>(tables_by_group);
   ProgramInputs in;
   in.num_tokens = static_cast<int64_t>(token_ids.shape(0));
   in.num_requests = static_cast<int>(context_lens.shape(0));
@@ -230,9 +226,8 @@ void run(BoundProgram& p, Vec<const int32_t> token_ids, Vec<const int32_t> posit
   in.query_start = query_start.data();
   in.context_lens = context_lens.data();
   in.logits_rows = logits_rows.data();
-  check(logits.stride(1) == 1, "the logits of a row must lie side by side");
   in.logits = logits.data();
-  in.logits_stride = logits.stride(0);
+  in.logits_stride = row_stride(logits, "logits");
   in.logits_kept = logits_kept.data();
   in.best = best.data();
   in.highest = highest.data();

@@ -1,10 +1,9 @@
 // Sampling for Python: whole steps at a time, rows shared out over the team.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 
-#include <stdexcept>
 #include <vector>
 
+#include "arrays.h"
 #include "bindings.h"
 #include "core/team.h"
 #include "sampling/sampling.h"
@@ -15,24 +14,12 @@ using namespace nb::literals;
 namespace pm {
 namespace {
 
-template <class T>
-using Vec = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 // Rows may lie further apart than they are long; see step_logits in worker/native.py.
-using Logits = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
-
-void check(bool ok, const char* what) {
-  if (!ok) throw std::invalid_argument(what);
-}
-
-template <class Array>
-int64_t row_stride(const Array& logits) {
-  check(logits.shape(1) < 2 || logits.stride(1) == 1, "the logits of a row must lie side by side");
-  return logits.shape(0) < 2 ? static_cast<int64_t>(logits.shape(1)) : logits.stride(0);
-}
+using Logits = Rows2d<const float>;
 
 constexpr int64_t kWorthATeam = 1 << 17;  // logits; fewer are looked through before the others would have begun
 
-using TokenMask = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using TokenMask = Mat<const int32_t>;
 
 template <class F>
 void for_each_row(int64_t rows, int64_t vocab, F one) {
@@ -66,7 +53,7 @@ void row_extremes(Logits logits, Vec<int64_t> best, Vec<float> highest, Vec<bool
   check(best.shape(0) == rows && highest.shape(0) == rows && finite.shape(0) == rows,
         "best, highest and finite must be as long as logits has rows");
   check_vocab(vocab);
-  const int64_t stride = row_stride(logits);
+  const int64_t stride = row_stride(logits, "logits");
   nb::gil_scoped_release release;
   const SamplingTable& table = pick_sampling();
   for_each_row(static_cast<int64_t>(rows), vocab, [&](int64_t r) {
@@ -83,7 +70,7 @@ void best_allowed(Logits logits, Vec<const int64_t> index, TokenMask mask, Vec<i
   check(best.shape(0) == count && highest.shape(0) == count, "best and highest must be as long as index");
   check_vocab(vocab);
   check_index(index, logits.shape(0));
-  const int64_t stride = row_stride(logits);
+  const int64_t stride = row_stride(logits, "logits");
   const uint32_t* bits = mask_bits(mask, index, vocab);
   nb::gil_scoped_release release;
   const SamplingTable& table = pick_sampling();
@@ -94,9 +81,9 @@ void best_allowed(Logits logits, Vec<const int64_t> index, TokenMask mask, Vec<i
   });
 }
 
-void forbid_tokens(nb::ndarray<float, nb::ndim<2>, nb::device::cpu> logits, Vec<const int64_t> index, TokenMask mask) {
+void forbid_tokens(Rows2d<float> logits, Vec<const int64_t> index, TokenMask mask) {
   const int64_t vocab = static_cast<int64_t>(logits.shape(1)), words = static_cast<int64_t>(mask.shape(1));
-  const int64_t stride = row_stride(logits);
+  const int64_t stride = row_stride(logits, "logits");
   const uint32_t* bits = mask_bits(mask, index, vocab);
   check_index(index, logits.shape(0));
   nb::gil_scoped_release release;
@@ -124,7 +111,7 @@ void draw_rows(Logits logits, Vec<const int64_t> index, Vec<const float> tempera
                Vec<const float> top_p, Vec<const float> min_p, Vec<const uint64_t> seed, Vec<const int64_t> position,
                Vec<int64_t> out) {
   const size_t count = index.shape(0);
-  const int64_t vocab = static_cast<int64_t>(logits.shape(1)), stride = row_stride(logits);
+  const int64_t vocab = static_cast<int64_t>(logits.shape(1)), stride = row_stride(logits, "logits");
   check(temperature.shape(0) == count && top_k.shape(0) == count && top_p.shape(0) == count &&
             min_p.shape(0) == count && seed.shape(0) == count && position.shape(0) == count && out.shape(0) == count,
         "all parameters must be as long as index");
@@ -143,10 +130,9 @@ void draw_rows(Logits logits, Vec<const int64_t> index, Vec<const float> tempera
 }
 
 void row_logprobs(Logits logits, Vec<const int64_t> index, Vec<const int64_t> chosen, Vec<float> value,
-                  Vec<int64_t> rank, nb::ndarray<int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> best,
-                  nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> best_value) {
+                  Vec<int64_t> rank, Mat<int64_t> best, Mat<float> best_value) {
   const size_t count = index.shape(0);
-  const int64_t vocab = static_cast<int64_t>(logits.shape(1)), stride = row_stride(logits);
+  const int64_t vocab = static_cast<int64_t>(logits.shape(1)), stride = row_stride(logits, "logits");
   const int64_t most = static_cast<int64_t>(best.shape(1));
   check(chosen.shape(0) == count && value.shape(0) == count && rank.shape(0) == count && best.shape(0) == count &&
             best_value.shape(0) == count && best_value.shape(1) == best.shape(1),

@@ -1,6 +1,13 @@
-"""The native CPU kernels (csrc/). Arrays are torch CPU tensors or numpy arrays, contiguous along their last axis.
+"""The native CPU kernels (csrc/). Arrays are torch CPU tensors or numpy arrays of just the type that is named.
 
-ValueError for what does not fit, with the value and the limit. Every call that computes releases the GIL.
+They are contiguous: all of them along their last axis, and whole but for ``x`` and ``out`` of linear(), hadamard(),
+what is written to a PackedLinear, and logits, whose rows may lie apart. Nothing is converted: a copy would take what
+is written with it.
+
+ValueError for what does not fit, an array of another type or layout included, with the value and the limit. TypeError
+for too few or too many arguments, and for one that is of another kind altogether where no array is asked for.
+RuntimeError for a call at the wrong time: an instruction for a program that is finished, a run of one that is not.
+Every call that computes releases the GIL.
 """
 
 from typing import Any, Literal
@@ -151,7 +158,7 @@ def allocate_bytes(rows: int, columns: int) -> numpy.ndarray[Any, numpy.dtype[nu
 class PageWarmer:
     """Backs the first ``num_bytes`` of each array of allocate_bytes with memory, in time that nobody else wants.
 
-    It holds on to the list of arrays; it stops when it is done or dropped.
+    It holds on to the arrays; it stops when it is done or dropped.
     """
 
     def __init__(self, arrays: list[Array], num_bytes: int) -> None: ...

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -272,3 +274,88 @@ def test_wild_indices_are_errors(name: str, value: int, message: str, decoder_of
     getattr(inputs, name)[-1] = value
     with pytest.raises(ValueError, match=message):
         rows.native.forward(inputs)
+
+
+# ------------------------------------------------------------------------------------------------ programs by hand
+
+
+def embedding(rows: int = 8, width: int = 16) -> _native.PackedLinear:
+    """Row i is i, all along."""
+    packed = _native.PackedLinear("f32", rows, width)
+    packed.write_floats(0, torch.arange(rows).float()[:, None].expand(rows, width).contiguous())
+    return packed
+
+
+class Step:
+    """The arrays of a step of one request, to be changed before it runs."""
+
+    def __init__(self, num_tokens: int = 2, width: int = 16, groups: int = 0) -> None:
+        ints = torch.arange(num_tokens, dtype=torch.int32)
+        self.arrays: dict[str, Any] = {
+            "token_ids": ints,
+            "positions": ints,
+            "query_start": torch.tensor([0, num_tokens], dtype=torch.int32),
+            "context_lens": torch.tensor([num_tokens], dtype=torch.int32),
+            "slot_mapping": [ints] * groups,
+            "block_tables": [torch.zeros(1, 1, dtype=torch.int32)] * groups,
+            "logits_rows": ints,
+            "logits": torch.zeros(num_tokens, width),
+            "logits_kept": torch.ones(num_tokens, dtype=torch.bool),
+            **empty_extremes(num_tokens)._asdict(),
+        }
+
+    def run(self, program: _native.Program, **changed: Any) -> torch.Tensor:
+        arrays = self.arrays | changed
+        program.run(**arrays)
+        logits: torch.Tensor = arrays["logits"]
+        return logits
+
+
+def positions_program(table: Any) -> _native.Program:
+    """Its result is the table's rows at the step's positions."""
+    program = _native.Program(4, 4)
+    program.embed(embedding(), 1.0, program.floats(16))
+    program.positions(table, out := program.floats(16))
+    program.rows(out, 16, gather=True, logits=True, result=True)
+    program.finish()
+    return program
+
+
+@pytest.mark.parametrize("to", [torch.Tensor.clone, torch.Tensor.numpy], ids=["torch", "numpy"])
+def test_what_a_program_points_into_lives_as_long(to: Callable[[torch.Tensor], Any]) -> None:
+    """Also if the tensor is given other memory meanwhile, or the array is dropped."""
+    table = to(torch.arange(16.0 * (1 << 16)).view(-1, 16))
+    program = positions_program(table)
+    if isinstance(table, torch.Tensor):
+        table.data = torch.zeros(1)
+    del table
+    torch.full((1 << 20,), -1.0)  # where the memory was
+    assert torch.equal(Step().run(program), torch.arange(32.0).view(2, 16))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("token_ids", torch.Tensor.long, "is int64 [2] of strides [1], but must be int32 [*]"),
+        ("token_ids", torch.Tensor.float, "is float32 [2]"),
+        ("query_start", torch.Tensor.long, "is int64 [2]"),
+        ("logits", torch.Tensor.double, "is float64 [2, 16]"),
+        ("logits_kept", torch.Tensor.int, "but must be bool"),
+        (
+            "best",
+            lambda best: best.astype(np.int32),
+            "is int32 [2] of strides [1], but must be int64 [*], contiguous, wr",
+        ),
+        ("highest", lambda highest: highest.astype(np.float64), "is float64 [2]"),
+        ("finite", lambda finite: finite.astype(np.uint8), "is uint8 [2]"),
+        ("slot_mapping", lambda _: [torch.zeros(2)], "is float32 [2] of strides [1], but must be int32"),
+        ("block_tables", lambda _: [torch.zeros(2, 4, dtype=torch.int32)[:, ::2]], "strides [4, 2]"),
+    ],
+)
+def test_a_step_s_arrays_are_taken_as_they_are_or_refused(
+    name: str, change: Callable[[Any], Any], message: str
+) -> None:
+    step = Step()
+    program = positions_program(torch.zeros(8, 16))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        step.run(program, **{name: change(step.arrays[name])})
