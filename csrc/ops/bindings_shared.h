@@ -17,5 +17,7 @@ Activate activation_named(const std::string& name);
 void check_batch(const AttentionLayer& layer, const AttentionBatch& batch, int64_t num_tokens, int64_t num_blocks);
 // The size of a qk norm, 0 where the argument was None.
 int check_norm(const Vec<const float>& norm, int heads, int head_dim);
+// The values of a head that a table rotates, 0 where the argument was None.
+int check_rotary(const Cube<const float>& table, int head_dim);
 
 }  // namespace pm
