@@ -66,9 +66,9 @@ int64_t row_stride(const A& a, const char* name) {
     refuse(name, " must be contiguous along its last axis, whose values lie ", a.stride(1), " apart; pass a contiguous copy");
   }
   if (rows < 2) return columns;
-  if (!A::ReadOnly && a.stride(0) < columns && -a.stride(0) < columns) {
-    refuse("the rows of ", name, " overlap: they begin ", a.stride(0), " values apart and are ", columns,
-           " long; pass a contiguous copy");
+  if (!A::ReadOnly && a.stride(0) < columns) {
+    refuse("the rows of ", name, " overlap or run backwards: they begin ", a.stride(0), " values apart and are ", columns,
+           " long; pass a contiguous array");
   }
   return a.stride(0);
 }
