@@ -207,6 +207,7 @@ void quantize_token(const FloatMatrix& x, Mat<int8_t> q, Mat<float> scale, Mat<i
   check_shape(q, rows, k, "q");
   check_shape(scale, rows, 1, "scale");
   check_shape(sum, rows, 1, "sum");
+  if (k > kMostTokenK) refuse("x has rows of ", k, " values; int8 takes up to ", kMostTokenK, ", as their sums are int32");
   nb::gil_scoped_release release;
   Buffer memory(static_cast<size_t>(activation_row_bytes(ActKind::i8_token, k)));
   for (int64_t i = 0; i < rows; ++i) {

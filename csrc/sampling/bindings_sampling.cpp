@@ -17,6 +17,8 @@ namespace {
 // Rows may lie further apart than they are long; see step_logits in worker/native.py.
 using Logits = Rows2d<const float>;
 
+constexpr int64_t kMostVocab = int64_t{1} << 27;
+constexpr float kLeastTemperature = 0x1p-126f;  // whose inverse is finite
 constexpr int64_t kWorthATeam = 1 << 17;  // logits; fewer are looked through before the others would have begun
 
 using TokenMask = Mat<const int32_t>;
@@ -44,7 +46,7 @@ const uint32_t* mask_bits(const TokenMask& mask, const Vec<const int64_t>& index
 }
 
 void check_vocab(int64_t vocab) {
-  check(vocab > 0 && vocab <= int64_t{1} << 27, "logits must have between 1 and 2^27 columns");
+  if (vocab < 1 || vocab > kMostVocab) refuse("logits has ", vocab, " columns; it must have from 1 to ", kMostVocab);
 }
 
 void row_extremes(Logits logits, Vec<int64_t> best, Vec<float> highest, Vec<bool> finite) {
@@ -115,8 +117,15 @@ void draw_rows(Logits logits, Vec<const int64_t> index, Vec<const float> tempera
   check(temperature.shape(0) == count && top_k.shape(0) == count && top_p.shape(0) == count &&
             min_p.shape(0) == count && seed.shape(0) == count && position.shape(0) == count && out.shape(0) == count,
         "all parameters must be as long as index");
+  check_vocab(vocab);
   check_index(index, logits.shape(0));
-  for (size_t i = 0; i < count; ++i) check(temperature.data()[i] > 0, "temperature must be positive");
+  for (size_t i = 0; i < count; ++i) {
+    if (!(temperature.data()[i] >= kLeastTemperature)) {
+      refuse("temperature ", temperature.data()[i], " is below ", kLeastTemperature, "; take the best token instead");
+    }
+    if (!(min_p.data()[i] >= 0 && min_p.data()[i] <= 1)) refuse("min_p is ", min_p.data()[i], "; it must be from 0 to 1");
+    if (!(top_p.data()[i] >= 0)) refuse("top_p is ", top_p.data()[i], "; it must not be negative, and 1 or more is off");
+  }
   nb::gil_scoped_release release;
   const SamplingTable& table = pick_sampling();
   parallel([&](Team& team) {
@@ -137,7 +146,8 @@ void row_logprobs(Logits logits, Vec<const int64_t> index, Vec<const int64_t> ch
   check(chosen.shape(0) == count && value.shape(0) == count && rank.shape(0) == count && best.shape(0) == count &&
             best_value.shape(0) == count && best_value.shape(1) == best.shape(1),
         "all arrays must be as long as index, best and best_value equally wide");
-  check(most <= vocab, "best is wider than logits");
+  check_vocab(vocab);
+  if (most > vocab) refuse("best has ", most, " columns, but logits only ", vocab);
   check_index(index, logits.shape(0));
   for (size_t i = 0; i < count; ++i) {
     check(chosen.data()[i] >= 0 && chosen.data()[i] < vocab, "chosen names a token that logits does not have");

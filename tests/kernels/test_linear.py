@@ -315,11 +315,45 @@ def test_four_bits_stay_four_bits() -> None:
         (lambda: native.PackedLinear("f32", 3, 4).write_floats(0, torch.zeros(3, 5)), "expected"),
         (lambda: native.linear(torch.zeros(1, 5), native.PackedLinear("f32", 3, 4), torch.zeros(1, 3)), "x is"),
         (lambda: native.set_isa("mmx"), "available: portable"),
+        (
+            lambda: native.PackedLinear("f32", 3, 4).write_floats(2**63 - 1, torch.zeros(3, 4)),
+            "outside the packed matrix",
+        ),
+        (lambda: native.PackedLinear("f32", 3, 4).write_bias(-1, torch.zeros(3)), "outside the packed matrix"),
+        (lambda: native.PackedLinear("f32", 1 << 40, 1 << 40), "the most is"),
+        (lambda: native.PackedLinear("int8", 1, 65537), "K up to 65536, not 65537"),
+        (
+            lambda: native.PackedLinear("f32", 3, 4).unpack(torch.zeros(1, 4), rows=torch.tensor([3]).int()),
+            "index 3; it",
+        ),
+        (lambda: quantize(65537), "rows of 65537 values; int8 takes up to 65536"),
+        (lambda: native.hadamard(torch.zeros(1, 64), 48), "block 48 must be a power of two that divides 64"),
+        (lambda: native.linear(*one_product(), gate="relu"), "no gate 'relu'"),
+        (lambda: native.time_linear([None], 1, 1), "entry 0 of a list of matrices"),
+        (
+            lambda: native.time_linear([native.PackedLinear("f32", 3, k) for k in (4, 5)], 1, 1),
+            "differ in kind or shape",
+        ),
+        (lambda: native.time_linear([], 1, 1), "copies is empty"),
+        (lambda: native.time_linear([native.PackedLinear("f32", 3, 4)], 0, 1), "rows is 0"),
+        (lambda: native.team_selftest(1, 0), "tasks 0"),
+        (lambda: native.allocate_bytes(1 << 40, 1 << 40), "bytes is the most"),
+        (lambda: native.measure_ceiling("int4", 0.01), "no ceiling 'int4'"),
     ],
 )
 def test_mistakes_are_named(make_it: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_it()  # type: ignore[operator]
+
+
+def quantize(k: int) -> None:
+    native.quantize_token(
+        torch.ones(1, k), torch.empty(1, k, dtype=torch.int8), torch.empty(1, 1), torch.empty(1, 1, dtype=torch.int32)
+    )
+
+
+def one_product() -> tuple[torch.Tensor, native.PackedLinear, torch.Tensor]:
+    return torch.zeros(1, 4), native.PackedLinear("f32", 3, 4), torch.zeros(1, 3)
 
 
 # ------------------------------------------------------------------------------------------------ activations
@@ -404,3 +438,12 @@ def test_hadamard_is_orthonormal_and_its_own_inverse(isa: str, block: int) -> No
 def test_every_task_runs_once(count: int) -> None:
     native.set_num_threads(count)
     assert native.team_selftest(200, 37) == 0
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("kind", ["int8", "bf16", "f32", "read"])
+def test_a_ceiling_is_measured_while_the_number_of_threads_changes(kind: str, changing_threads: None) -> None:
+    for _ in range(20):
+        rate = native.measure_ceiling(kind, 0.01, 4 << 20)
+        assert rate >= 0
+        assert rate > 1e6 or kind in ("int8", "bf16")  # which not every set has
