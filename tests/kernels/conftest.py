@@ -34,7 +34,7 @@ def changing_threads(threads: None) -> Iterator[None]:
 
     def change() -> None:
         while not over.is_set():
-            for count in (1, 4, 2, 3):
+            for count in (1, 8, 2, 5):
                 _native.set_num_threads(count)
 
     other = threading.Thread(target=change)

@@ -7,6 +7,7 @@ same integers in float64; float kinds to the rounding of K sequential float32 ad
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -352,7 +353,7 @@ def quantize(k: int) -> None:
     )
 
 
-def one_product() -> tuple[torch.Tensor, native.PackedLinear, torch.Tensor]:
+def one_product() -> tuple[torch.Tensor, Any, torch.Tensor]:
     return torch.zeros(1, 4), native.PackedLinear("f32", 3, 4), torch.zeros(1, 3)
 
 
