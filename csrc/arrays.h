@@ -79,6 +79,11 @@ void check_shape(const A& a, int64_t rows, int64_t columns, const char* name) {
   refuse(name, " is [", dim(a, 0), ", ", dim(a, 1), "], expected [", rows, ", ", columns, "]");
 }
 
+template <class A>
+void check_length(const A& a, int64_t length, const char* name) {
+  if (dim(a, 0) != length) refuse(name, " has ", dim(a, 0), " entries, expected ", length);
+}
+
 // What an argument must be.
 struct Wanted {
   nanobind::dlpack::dtype type;  // 0 bits: any

@@ -92,7 +92,7 @@ void write_floats(PackedLinear& w, int64_t first, const AnyMatrix& rows) {
 void write_int8(PackedLinear& w, int64_t first, Rows2d<const int8_t> q,
                 const Vec<const float>& scale) {
   check_shape(q, dim(q, 0), w.k, "q");
-  if (scale.shape(0) != q.shape(0)) refuse("q has ", q.shape(0), " rows but scale has ", scale.shape(0), " values; one per row is needed");
+  check_length(scale, dim(q, 0), "scale");
   const int64_t ld = row_stride(q, "q");
   nb::gil_scoped_release release;
   write_int8_rows(w, first, dim(q, 0), q.data(), ld, scale.data());

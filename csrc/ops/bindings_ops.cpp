@@ -50,8 +50,10 @@ Activate activation_named(const std::string& name) {
 }
 
 void check_batch(const AttentionLayer& layer, const AttentionBatch& batch, int64_t num_tokens, int64_t num_blocks) {
-  check(batch.query_start[0] == 0 && batch.query_start[batch.num_requests] == num_tokens,
-        "query_start must run from 0 to the number of tokens");
+  if (batch.query_start[0] != 0 || batch.query_start[batch.num_requests] != num_tokens) {
+    refuse("query_start runs from ", batch.query_start[0], " to ", batch.query_start[batch.num_requests],
+           "; it must run from 0 to the number of tokens, ", num_tokens);
+  }
   for (int r = 0; r < batch.num_requests; ++r) {
     const int64_t queries = int64_t{batch.query_start[r + 1]} - batch.query_start[r], context = batch.context_lens[r];
     if (queries < 1 || context < queries) {
@@ -102,11 +104,13 @@ void attention(Mat<const float> query, Mat<const uint8_t> cache, Vec<const int32
                bool causal) {
   const AttentionLayer layer =
       make_layer(kv_type, block_size, num_heads, num_kv_heads, head_dim, scale, window, softcap, causal);
-  check(query.shape(1) >= static_cast<size_t>(num_heads * head_dim), "query rows are too short for the heads");
+  if (dim(query, 1) < num_heads * head_dim) {
+    refuse("query has rows of ", dim(query, 1), " values; ", num_heads, " heads of ", head_dim, " need ", num_heads * head_dim);
+  }
   check_shape(out, dim(query, 0), int64_t{num_heads} * head_dim, "out");
   check_shape(cache, dim(cache, 0), layer.block_bytes(), "cache");
-  check(query_start.shape(0) == context_lens.shape(0) + 1 && block_tables.shape(0) == context_lens.shape(0),
-        "query_start, context_lens and block_tables disagree on the number of requests");
+  check_length(query_start, dim(context_lens, 0) + 1, "query_start");
+  check_length(block_tables, dim(context_lens, 0), "block_tables");
   AttentionBatch batch{static_cast<int>(context_lens.shape(0)), query_start.data(), context_lens.data(),
                        block_tables.data(), static_cast<int64_t>(block_tables.shape(1))};
   check_batch(layer, batch, static_cast<int64_t>(query.shape(0)), static_cast<int64_t>(cache.shape(0)));
@@ -133,8 +137,8 @@ void rope_and_cache(Mat<float> qkv, Mat<uint8_t> cache, Vec<const int32_t> posit
   const int64_t tokens = dim(qkv, 0);
   check_shape(qkv, tokens, int64_t{num_heads + 2 * num_kv_heads} * head_dim, "qkv");
   check_shape(cache, dim(cache, 0), layer.block_bytes(), "cache");
-  check(positions.shape(0) == qkv.shape(0) && slots.shape(0) == qkv.shape(0),
-        "positions and slots need one entry for each token");
+  check_length(positions, tokens, "positions");
+  check_length(slots, tokens, "slots");
   for (int64_t i = 0; i < tokens; ++i) {
     if (slots.data()[i] >= dim(cache, 0) * block_size) {
       refuse("slot ", slots.data()[i], " lies past the cache of ", dim(cache, 0) * block_size);
@@ -166,8 +170,8 @@ void rope_and_cache(Mat<float> qkv, Mat<uint8_t> cache, Vec<const int32_t> posit
 }
 
 void rms_norm(Mat<const float> x, Vec<const float> weight, float eps, Mat<float> out) {
-  check(weight.shape(0) == x.shape(1) && out.shape(0) == x.shape(0) && out.shape(1) == x.shape(1),
-        "x, weight and out disagree");
+  check_length(weight, dim(x, 1), "weight");
+  check_shape(out, dim(x, 0), dim(x, 1), "out");
   nb::gil_scoped_release release;
   const int64_t n = static_cast<int64_t>(x.shape(1));
   parallel([&](Team& team) {
@@ -178,9 +182,9 @@ void rms_norm(Mat<const float> x, Vec<const float> weight, float eps, Mat<float>
 }
 
 void layer_norm(Mat<const float> x, Vec<const float> weight, Vec<const float> bias, float eps, Mat<float> out) {
-  check(weight.shape(0) == x.shape(1) && bias.shape(0) == x.shape(1) && out.shape(0) == x.shape(0) &&
-            out.shape(1) == x.shape(1),
-        "x, weight, bias and out disagree");
+  check_length(weight, dim(x, 1), "weight");
+  check_length(bias, dim(x, 1), "bias");
+  check_shape(out, dim(x, 0), dim(x, 1), "out");
   nb::gil_scoped_release release;
   const int64_t n = static_cast<int64_t>(x.shape(1));
   parallel([&](Team& team) {

@@ -108,7 +108,7 @@ void positions(BoundProgram& p, const Mat<const float>& table, int out) {
 
 void layer_norm(BoundProgram& p, int source, int out, const Vec<const float>& weight, const Vec<const float>& bias,
                 float eps, bool logits) {
-  check(weight.shape(0) == bias.shape(0), "the norm's weight and bias differ in length");
+  check_length(bias, dim(weight, 0), "bias");
   check_floats(p, source, rows_of(logits), dim(weight, 0), "source");
   check_floats(p, out, rows_of(logits), dim(weight, 0), "out");
   p.append(make_layer_norm({rows_of(logits), source, out, copy_of(weight), copy_of(bias), eps}), 0);
@@ -125,9 +125,9 @@ void rows(BoundProgram& p, int source, int64_t columns, const Vec<const float>& 
   const RowKind kind = rows_of(logits);
   check(!result || (logits && out == kNone && act == kNone), "a result is that of the rows with logits, and only that");
   check(!gather || logits, "rows are gathered for the rows with logits; set logits=True");
-  check(!norm.is_valid() || dim(norm, 0) == columns, "the norm's weight has another length than the rows");
+  if (norm.is_valid()) check_length(norm, columns, "norm");
   check((act == kNone) == (weight == nullptr), "act and weight come together");
-  check(!weight || weight->k == columns, "the weight takes rows of another length");
+  if (weight && weight->k != columns) refuse("the weight takes rows of ", weight->k, " values, not of ", columns);
   check_floats(p, source, gather ? RowKind::tokens : kind, columns, "source");
   if (hadamard) check_hadamard(hadamard, columns);
   if (out != kNone) check_floats(p, out, kind, columns, "out");
@@ -324,23 +324,23 @@ void run(BoundProgram& p, Vec<const int32_t> token_ids, Vec<const int32_t> posit
   in.best = best.data();
   in.highest = highest.data();
   in.finite = finite.data();
-  const size_t rows = logits_rows.shape(0);
-  check(logits_kept.shape(0) == rows && best.shape(0) == rows && highest.shape(0) == rows && finite.shape(0) == rows,
-        "logits_kept, best, highest and finite must be as long as logits_rows");
-  check(positions.shape(0) == token_ids.shape(0), "positions and token_ids differ in length");
-  check(query_start.shape(0) == context_lens.shape(0) + 1, "query_start needs one entry more than context_lens");
-  if (logits.shape(0) < rows || dim(logits, 1) < p.result_width) {
-    refuse("logits is [", dim(logits, 0), ", ", dim(logits, 1), "], but the step writes [", rows, ", ", p.result_width, "]");
+  check_length(logits_kept, in.num_logits, "logits_kept");
+  check_length(best, in.num_logits, "best");
+  check_length(highest, in.num_logits, "highest");
+  check_length(finite, in.num_logits, "finite");
+  check_length(positions, in.num_tokens, "positions");
+  check_length(query_start, int64_t{in.num_requests} + 1, "query_start");
+  if (dim(logits, 0) < in.num_logits || dim(logits, 1) < p.result_width) {
+    refuse("logits is [", dim(logits, 0), ", ", dim(logits, 1), "], but the step writes [", in.num_logits, ", ", p.result_width, "]");
   }
   if (slot_mapping.size() != p.groups.size() || block_tables.size() != p.groups.size()) {
     refuse("slot_mapping has ", slot_mapping.size(), " entries and block_tables ", block_tables.size(),
            "; both need one for each of the ", p.groups.size(), " groups");
   }
   for (size_t g = 0; g < slot_mapping.size(); ++g) {
-    check(slot_mapping[g].shape(0) == token_ids.shape(0), "slot_mapping and token_ids differ in length");
-    check(block_tables[g].shape(0) == context_lens.shape(0), "block_tables needs one row for each request");
-    const auto stride = static_cast<int64_t>(block_tables[g].shape(1));
-    in.groups.push_back({slot_mapping[g].data(), block_tables[g].data(), stride});
+    check_length(slot_mapping[g], in.num_tokens, "slot_mapping of a group");
+    check_length(block_tables[g], in.num_requests, "block_tables of a group");
+    in.groups.push_back({slot_mapping[g].data(), block_tables[g].data(), dim(block_tables[g], 1)});
   }
   check_inputs(p, in);
   nb::gil_scoped_release release;
