@@ -35,6 +35,10 @@ void set_isa_by_name(const std::string& name) {
 
 // Calls barrier and for_each many times and checks that every task ran exactly once: the pool's own test.
 int64_t team_selftest(int64_t rounds, int64_t tasks) {
+  if (rounds < 0 || tasks < 1) {
+    throw std::invalid_argument("rounds is " + std::to_string(rounds) + " and tasks " + std::to_string(tasks) +
+                                "; a test takes no fewer than 0 rounds of 1 task");
+  }
   std::vector<std::atomic<int64_t>> seen(static_cast<size_t>(tasks));
   std::atomic<int64_t> wrong{0};
   parallel([&](Team& team) {

@@ -23,37 +23,47 @@ double now_s() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Repeats `work(team)` (the same on every rank) until the time is used up; seconds of the quickest repeat.
+// Repeats `work(team)` (the same on every rank) until the time is used up; how often a second it is done, by all ranks
+// together, in the best repeat.
 template <class F>
-double quickest_s(double seconds, F work) {
+double most_often(double seconds, F work) {
   const double end = now_s() + seconds;
-  double best = 1e30;
+  double best = 0;
   do {
-    double begin = 0, finish = 0;
     parallel([&](Team& team) {
-      if (team.rank() == 0) begin = now_s();
+      const double begin = now_s();
       team.barrier();
       work(team);
       team.barrier();
-      if (team.rank() == 0) finish = now_s();
+      if (team.rank() == 0) best = std::max(best, team.size() / (now_s() - begin));
     });
-    best = std::min(best, finish - begin);
   } while (now_s() < end);
   return best;
 }
 
 // Every piece of 1 MiB is timed by itself and counts with its quickest time: over a whole pass, any other process on the
-// machine would be measured along.
+// machine would be measured along. Where another thread changes the number of ranks, all is measured anew.
 double read_ceiling(const CeilingTable& table, double seconds, int64_t bytes) {
   constexpr int64_t kPiece = int64_t{1} << 20;
-  const int64_t pieces = std::max<int64_t>(bytes / kPiece / num_threads(), 1);
-  Buffer memory(static_cast<size_t>(pieces * kPiece * num_threads()));
-  std::memset(memory.as<>(), 1, memory.size());
-  std::vector<double> best(static_cast<size_t>(pieces), 1e30);
+  int ranks = 0;
+  int64_t pieces = 0;
+  Buffer memory;
+  std::vector<double> best;
   std::atomic<uint64_t> sink{0};
+  bool measured = false;
   const double end = now_s() + seconds;
   do {
+    if (ranks != num_threads()) {
+      ranks = num_threads();
+      pieces = std::max<int64_t>(bytes / kPiece / ranks, 1);
+      memory = Buffer(static_cast<size_t>(pieces * kPiece * ranks));
+      std::memset(memory.as<>(), 1, memory.size());
+      best.assign(static_cast<size_t>(pieces), 1e30);
+      measured = false;
+    }
     parallel([&](Team& team) {
+      if (team.size() != ranks) return;
+      if (team.rank() == 0) measured = true;
       for (int64_t i = 0; i < pieces; ++i) {
         const double begin = now_s();
         team.barrier();
@@ -62,7 +72,7 @@ double read_ceiling(const CeilingTable& table, double seconds, int64_t bytes) {
         if (team.rank() == 0) best[static_cast<size_t>(i)] = std::min(best[static_cast<size_t>(i)], now_s() - begin);
       }
     });
-  } while (now_s() < end);
+  } while (now_s() < end || !measured);
   return static_cast<double>(memory.size()) / std::accumulate(best.begin(), best.end(), 0.0);
 }
 
@@ -79,9 +89,9 @@ double measure_ceiling(const char* kind, double seconds, int64_t bytes) {
   if (run == nullptr) return 0;
   std::atomic<uint64_t> sink{0};
   constexpr int64_t kRounds = 200000;
-  const double best = quickest_s(seconds, [&](Team&) { sink += static_cast<uint64_t>(run(kRounds) != 0); });
+  const double rounds = kRounds * most_often(seconds, [&](Team&) { sink += static_cast<uint64_t>(run(kRounds) != 0); });
   const int products = name == "int8" ? 4 : name == "bf16" ? 2 : 1;
-  return 2.0 * products * table.lanes * 12 * kRounds * num_threads() / best;
+  return 2.0 * products * table.lanes * 12 * rounds;
 }
 
 }  // namespace pm

@@ -1,17 +1,15 @@
 // pagemill._native: packed weights and matrix products. Arguments are torch CPU tensors or numpy arrays; shapes and
 // errors are documented in src/pagemill/_native.pyi.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
 #include <chrono>
-#include <optional>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "arrays.h"
 #include "bindings.h"
+#include "linear/bindings_shared.h"
 #include "linear/linear.h"
 #include "linear/pack.h"
 #include "linear/table.h"
@@ -19,32 +17,37 @@
 namespace nb = nanobind;
 
 namespace pm {
+
+Gate gate_named(const std::string& name) {
+  if (name == "silu") return Gate::silu;
+  if (name == "gelu_tanh") return Gate::gelu_tanh;
+  refuse("no gate '", name, "'; there are silu, gelu_tanh");
+}
+
+void check_hadamard(int64_t block, int64_t columns) {
+  if (block < 1 || (block & (block - 1)) != 0 || columns % block != 0) {
+    refuse("block ", block, " must be a power of two that divides ", columns);
+  }
+}
+
+std::vector<const PackedLinear*> packed_list(nb::sequence list, std::vector<nb::object>& kept) {
+  std::vector<const PackedLinear*> matrices;
+  for (nb::handle item : list) {
+    const PackedLinear* matrix = nullptr;
+    if (!nb::try_cast(item, matrix, false) || matrix == nullptr) {
+      refuse("entry ", matrices.size(), " of a list of matrices is no PackedLinear");
+    }
+    matrices.push_back(matrix);
+    kept.push_back(nb::borrow(item));
+  }
+  return matrices;
+}
+
 namespace {
 
-using AnyMatrix = nb::ndarray<nb::ro, nb::ndim<2>, nb::device::cpu>;
-using FloatMatrix = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
-using FloatOut = nb::ndarray<float, nb::ndim<2>, nb::device::cpu>;
-using FloatVector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using RowIndices = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-[[noreturn]] void fail(const std::string& what) { throw std::invalid_argument(what); }
-
-template <class Array>
-int64_t dim(const Array& a, size_t i) { return static_cast<int64_t>(a.shape(i)); }
-
-// Rows may lie apart; within a row the values are adjacent.
-template <class Array>
-int64_t row_stride(const Array& a, const char* name) {
-  if (a.shape(1) > 1 && a.stride(1) != 1) fail(std::string(name) + " must be contiguous along its last axis");
-  return a.stride(0);
-}
-
-template <class Array>
-void check_shape(const Array& a, int64_t rows, int64_t columns, const char* name) {
-  if (dim(a, 0) == rows && dim(a, 1) == columns) return;
-  fail(std::string(name) + " is [" + std::to_string(dim(a, 0)) + ", " + std::to_string(dim(a, 1)) + "], expected [" +
-       std::to_string(rows) + ", " + std::to_string(columns) + "]");
-}
+using AnyMatrix = Rows2d<nb::ro>;
+using FloatMatrix = Rows2d<const float>;
+using RowIndices = Vec<const int32_t>;
 
 FloatRows float_rows(const AnyMatrix& a, int64_t k) {
   check_shape(a, dim(a, 0), k, "rows");
@@ -55,7 +58,7 @@ FloatRows float_rows(const AnyMatrix& a, int64_t k) {
   if (type.bits == 16 && type.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Float)) {
     return {a.data(), SourceType::f16, row_stride(a, "rows")};
   }
-  fail("rows must be float32, float16 or bfloat16");
+  refuse("rows must be float32, float16 or bfloat16; they are of ", static_cast<int>(type.bits), " bits: convert them first");
 }
 
 WeightKind kind_by_name(const std::string& name) {
@@ -64,18 +67,12 @@ WeightKind kind_by_name(const std::string& name) {
   if (name == "int8") return WeightKind::int8;
   if (name == "group4") return WeightKind::group4;
   if (name == "group8") return WeightKind::group8;
-  fail("no weight kind '" + name + "'; there are f32, bf16, int8, group4, group8");
+  refuse("no weight kind '", name, "'; there are f32, bf16, int8, group4, group8");
 }
 
 const char* kind_name(WeightKind kind) {
   constexpr const char* kNames[] = {"f32", "bf16", "int8", "group4", "group8"};
   return kNames[static_cast<int>(kind)];
-}
-
-Gate gate_by_name(const std::string& name) {
-  if (name == "silu") return Gate::silu;
-  if (name == "gelu_tanh") return Gate::gelu_tanh;
-  fail("no gate '" + name + "'; there are silu, gelu_tanh");
 }
 
 PackedLinear create(const std::string& kind, int64_t rows, int64_t k, bool gated, bool bias, int group, bool has_min) {
@@ -92,47 +89,48 @@ void write_floats(PackedLinear& w, int64_t first, const AnyMatrix& rows) {
   }
 }
 
-void write_int8(PackedLinear& w, int64_t first, nb::ndarray<const int8_t, nb::ndim<2>, nb::device::cpu> q,
-                const FloatVector& scale) {
+void write_int8(PackedLinear& w, int64_t first, Rows2d<const int8_t> q,
+                const Vec<const float>& scale) {
   check_shape(q, dim(q, 0), w.k, "q");
-  if (scale.shape(0) != q.shape(0)) fail("one scale per row of q is needed");
+  check_length(scale, dim(q, 0), "scale");
   const int64_t ld = row_stride(q, "q");
   nb::gil_scoped_release release;
   write_int8_rows(w, first, dim(q, 0), q.data(), ld, scale.data());
 }
 
-using GroupFloats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
-void write_groups(PackedLinear& w, int64_t first, nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu> q,
-                  const GroupFloats& scale, std::optional<GroupFloats> min, int zero) {
-  if (w.group == 0) fail("this packed matrix does not take grouped rows");
+void write_groups(PackedLinear& w, int64_t first, Rows2d<const uint8_t> q,
+                  const Mat<const float>& scale, const Mat<const float>& min, int zero) {
+  if (w.group == 0) refuse("this packed matrix of ", kind_name(w.kind), " does not take grouped rows; group4 and group8 do");
   const int64_t groups = (w.k + w.group - 1) / w.group;
   check_shape(q, dim(q, 0), w.k, "q");
   check_shape(scale, dim(q, 0), groups, "scale");
-  if (min) check_shape(*min, dim(q, 0), groups, "min");
+  if (min.is_valid()) check_shape(min, dim(q, 0), groups, "min");
   const int64_t ld = row_stride(q, "q");
   nb::gil_scoped_release release;
-  write_group_rows(w, first, dim(q, 0), q.data(), ld, scale.data(), min ? min->data() : nullptr, zero);
+  write_group_rows(w, first, dim(q, 0), q.data(), ld, scale.data(), min.is_valid() ? min.data() : nullptr, zero);
 }
 
-void write_bias_values(PackedLinear& w, int64_t first, const FloatVector& bias) {
+void write_bias_values(PackedLinear& w, int64_t first, const Vec<const float>& bias) {
   write_bias(w, first, static_cast<int64_t>(bias.shape(0)), bias.data());
 }
 
-void check_indices(const RowIndices& rows, int64_t limit) {
+// How many rows are meant: those listed, or all. None may lie outside.
+int64_t count_rows(const RowIndices& rows, int64_t all) {
+  if (!rows.is_valid()) return all;
   for (size_t i = 0; i < rows.shape(0); ++i) {
-    if (rows.data()[i] < 0 || rows.data()[i] >= limit) fail("rows holds an index outside 0 .. " + std::to_string(limit));
+    const int32_t row = rows.data()[i];
+    if (row < 0 || row >= all) refuse("rows holds the index ", row, "; it must be from 0 to ", all - 1);
   }
+  return dim(rows, 0);
 }
 
-void unpack_into(const PackedLinear& w, nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> out,
-                 std::optional<RowIndices> rows) {
-  const int64_t stored = w.gated ? 2 * w.n : w.n;
-  const int64_t count = rows ? static_cast<int64_t>(rows->shape(0)) : stored;
+const int32_t* data_or_null(const RowIndices& rows) { return rows.is_valid() ? rows.data() : nullptr; }
+
+void unpack_into(const PackedLinear& w, Mat<float> out, const RowIndices& rows) {
+  const int64_t count = count_rows(rows, w.gated ? 2 * w.n : w.n);
   check_shape(out, count, w.k, "out");
-  if (rows) check_indices(*rows, stored);
   nb::gil_scoped_release release;
-  unpack(w, rows ? rows->data() : nullptr, count, out.data());
+  unpack(w, data_or_null(rows), count, out.data());
 }
 
 // Scratch of the Python entry points, which are called from one thread at a time per thread: kept between calls.
@@ -142,20 +140,19 @@ Buffer& scratch(size_t bytes) {
   return buffer;
 }
 
-void linear(const FloatMatrix& x, const PackedLinear& w, const FloatOut& out, std::optional<RowIndices> rows,
-            bool accumulate, const std::string& gate) {
-  const int64_t count = rows ? static_cast<int64_t>(rows->shape(0)) : dim(x, 0);
+void linear(const FloatMatrix& x, const PackedLinear& w, const Rows2d<float>& out, const RowIndices& rows, bool accumulate,
+            const std::string& gate) {
+  const int64_t count = count_rows(rows, dim(x, 0));
   check_shape(x, dim(x, 0), w.k, "x");
   check_shape(out, count, w.n, "out");
-  if (rows) check_indices(*rows, dim(x, 0));
   const int64_t ldx = row_stride(x, "x"), ldo = row_stride(out, "out");
-  const Gate chosen = gate_by_name(gate);
+  const Gate chosen = gate_named(gate);
   nb::gil_scoped_release release;
   const ActKind kind = activation_kind(w);
   Buffer& memory = scratch(static_cast<size_t>(activation_bytes(kind, count, w.k)));
   const Activation act = activation_at(memory.as<>(), kind, count, w.k);
   parallel([&](Team& team) {
-    prepare_rows(team, x.data(), ldx, rows ? rows->data() : nullptr, act);
+    prepare_rows(team, x.data(), ldx, data_or_null(rows), act);
     team.barrier();
     linear_run(team, {act, &w, out.data(), ldo, accumulate, chosen});
   });
@@ -164,11 +161,16 @@ void linear(const FloatMatrix& x, const PackedLinear& w, const FloatOut& out, st
 // Seconds that linear_run takes for one of `copies`, inside one parallel region; for the benchmarks. Each of the copies
 // is timed by itself `repeats` times, one after the other, so that its weights come from where they would in a model; the
 // result is the mean over the copies of each one's quickest time, which a busy machine disturbs least.
-double time_linear(const nb::list& copies, int64_t rows, int64_t repeats, bool prepare) {
-  std::vector<const PackedLinear*> weights;
-  for (nb::handle h : copies) weights.push_back(&nb::cast<const PackedLinear&>(h));
-  if (weights.empty()) fail("no weights");
+double time_linear(nb::sequence copies, int64_t rows, int64_t repeats, bool prepare) {
+  std::vector<nb::object> kept;
+  const std::vector<const PackedLinear*> weights = packed_list(copies, kept);
+  if (weights.empty()) refuse("copies is empty; one matrix is the least");
   const PackedLinear& w = *weights[0];
+  for (const PackedLinear* other : weights) {
+    check(other->kind == w.kind && other->n == w.n && other->k == w.k && other->gated == w.gated,
+          "copies differ in kind or shape; time one shape at a time");
+  }
+  if (rows < 1 || repeats < 1) refuse("rows is ", rows, " and repeats is ", repeats, "; the least is 1");
   nb::gil_scoped_release release;
   const ActKind kind = activation_kind(w);
   Buffer memory(static_cast<size_t>(activation_bytes(kind, rows, w.k)));
@@ -200,15 +202,12 @@ double time_linear(const nb::list& copies, int64_t rows, int64_t repeats, bool p
   return total / static_cast<double>(weights.size());
 }
 
-using Int8Out = nb::ndarray<int8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using FloatContig = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using IntContig = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
-void quantize_token(const FloatMatrix& x, Int8Out q, FloatContig scale, IntContig sum) {
+void quantize_token(const FloatMatrix& x, Mat<int8_t> q, Mat<float> scale, Mat<int32_t> sum) {
   const int64_t rows = dim(x, 0), k = dim(x, 1), ld = row_stride(x, "x");
   check_shape(q, rows, k, "q");
   check_shape(scale, rows, 1, "scale");
   check_shape(sum, rows, 1, "sum");
+  if (k > kMostTokenK) refuse("x has rows of ", k, " values; int8 takes up to ", kMostTokenK, ", as their sums are int32");
   nb::gil_scoped_release release;
   Buffer memory(static_cast<size_t>(activation_row_bytes(ActKind::i8_token, k)));
   for (int64_t i = 0; i < rows; ++i) {
@@ -220,7 +219,7 @@ void quantize_token(const FloatMatrix& x, Int8Out q, FloatContig scale, IntConti
   }
 }
 
-void quantize_group(const FloatMatrix& x, Int8Out q, FloatContig scale, IntContig sum) {
+void quantize_group(const FloatMatrix& x, Mat<int8_t> q, Mat<float> scale, Mat<int32_t> sum) {
   const int64_t rows = dim(x, 0), k = dim(x, 1), ld = row_stride(x, "x"), groups = (k + kActGroup - 1) / kActGroup;
   check_shape(q, rows, k, "q");
   check_shape(scale, rows, groups, "scale");
@@ -239,11 +238,9 @@ void quantize_group(const FloatMatrix& x, Int8Out q, FloatContig scale, IntConti
   }
 }
 
-void hadamard(const FloatOut& x, int64_t block) {
+void hadamard(const Rows2d<float>& x, int64_t block) {
   const int64_t rows = dim(x, 0), k = dim(x, 1), ld = row_stride(x, "x");
-  if (block < 1 || (block & (block - 1)) != 0 || k % block != 0) {
-    fail("block " + std::to_string(block) + " must be a power of two that divides " + std::to_string(k));
-  }
+  check_hadamard(block, k);
   nb::gil_scoped_release release;
   parallel([&](Team& team) { hadamard_rows(team, x.data(), rows, ld, k, block); });
 }

@@ -39,6 +39,7 @@ struct TokenHead {
   int32_t sum128;  // 128 times the sum of the row's int8 values
 };
 constexpr int64_t kTokenHead = 64;
+constexpr int64_t kMostTokenK = 65536;  // values of an i8_token row: their sums are int32
 
 // One group of an i8_group row. The kernels start their accumulators with `offset`, which takes the weights' zero point
 // out again: 8 for 4-bit integers, 16 times that for 8-bit ones.

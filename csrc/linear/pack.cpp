@@ -31,6 +31,7 @@ namespace pm {
 namespace {
 
 constexpr int64_t kPanel = 32, kStepBytes = 128;
+constexpr int64_t kMostWeights = int64_t{1} << 48;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -94,9 +95,9 @@ uint16_t* scale_at(PackedLinear& w, int64_t c, int64_t group) {
 
 void check_rows(const PackedLinear& w, int64_t first, int64_t count) {
   const int64_t rows = w.gated ? 2 * w.n : w.n;
-  if (first < 0 || count < 0 || first + count > rows) {
-    throw std::invalid_argument("rows " + std::to_string(first) + " .. " + std::to_string(first + count) +
-                                " are outside the packed matrix of " + std::to_string(rows) + " rows");
+  if (first < 0 || count < 0 || count > rows || first > rows - count) {
+    throw std::invalid_argument(std::to_string(count) + " rows from row " + std::to_string(first) +
+                                " on are outside the packed matrix of " + std::to_string(rows) + " rows");
   }
 }
 
@@ -132,9 +133,15 @@ float column_power(const float* scale, const float* min, int64_t groups) {
 
 PackedLinear new_packed(const PackSpec& spec) {
   if (spec.rows < 1 || spec.k < 1) throw std::invalid_argument("a packed matrix needs at least one row and one column");
+  if (spec.rows > kMostWeights / spec.k) {
+    throw std::invalid_argument("a packed matrix of " + std::to_string(spec.rows) + " x " + std::to_string(spec.k) +
+                                " weights; the most is " + std::to_string(kMostWeights));
+  }
   if (spec.gated && spec.rows % 2 != 0) throw std::invalid_argument("a gated matrix has an even number of rows");
   // int32 sums of K products of at most 255 * 127.
-  if (spec.k > 65536 && spec.kind == WeightKind::int8) throw std::invalid_argument("int8 takes K up to 65536");
+  if (spec.k > kMostTokenK && spec.kind == WeightKind::int8) {
+    throw std::invalid_argument("int8 takes K up to " + std::to_string(kMostTokenK) + ", not " + std::to_string(spec.k));
+  }
   PackedLinear w;
   w.kind = spec.kind;
   w.n = spec.gated ? spec.rows / 2 : spec.rows;

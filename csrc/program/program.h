@@ -99,12 +99,16 @@ class Program {
 
   // Declares a buffer; returns its number.
   int new_buffer(RowKind rows, int64_t row_bytes);
+  int num_buffers() const { return static_cast<int>(buffers_.size()); }
+  RowKind buffer_rows(int buffer) const { return buffers_[static_cast<size_t>(buffer)].rows; }
+  int64_t buffer_row_bytes(int buffer) const { return buffers_[static_cast<size_t>(buffer)].row_bytes; }  // >= declared
   // Appends an instruction whose scratch need is `scratch_floats` per rank.
   void append(std::unique_ptr<Instruction> instruction, int64_t scratch_floats);
   // An attention layer's plan number; layers of one shape, window and group share a plan.
   int plan_for(const AttentionLayer& layer, int group);
   // Lays out the arena. After it nothing can be appended.
   void finish();
+  bool finished() const { return finished_; }
   void run(const ProgramInputs& in);
 
   // While on, run() adds up what each instruction takes on the calling thread, the wait for the others included.

@@ -1,10 +1,9 @@
 // Sampling for Python: whole steps at a time, rows shared out over the team.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 
-#include <stdexcept>
 #include <vector>
 
+#include "arrays.h"
 #include "bindings.h"
 #include "core/team.h"
 #include "sampling/sampling.h"
@@ -15,24 +14,14 @@ using namespace nb::literals;
 namespace pm {
 namespace {
 
-template <class T>
-using Vec = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 // Rows may lie further apart than they are long; see step_logits in worker/native.py.
-using Logits = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
+using Logits = Rows2d<const float>;
 
-void check(bool ok, const char* what) {
-  if (!ok) throw std::invalid_argument(what);
-}
-
-template <class Array>
-int64_t row_stride(const Array& logits) {
-  check(logits.shape(1) < 2 || logits.stride(1) == 1, "the logits of a row must lie side by side");
-  return logits.shape(0) < 2 ? static_cast<int64_t>(logits.shape(1)) : logits.stride(0);
-}
-
+constexpr int64_t kMostVocab = int64_t{1} << 27;
+constexpr float kLeastTemperature = 0x1p-126f;  // whose inverse is finite
 constexpr int64_t kWorthATeam = 1 << 17;  // logits; fewer are looked through before the others would have begun
 
-using TokenMask = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using TokenMask = Mat<const int32_t>;
 
 template <class F>
 void for_each_row(int64_t rows, int64_t vocab, F one) {
@@ -43,33 +32,36 @@ void for_each_row(int64_t rows, int64_t vocab, F one) {
   }
 }
 
-void check_index(const Vec<const int64_t>& index, size_t rows) {
-  for (size_t i = 0; i < index.shape(0); ++i)
-    check(index.data()[i] >= 0 && index.data()[i] < static_cast<int64_t>(rows),
-          "index names a row that logits does not have");
+void check_index(const Vec<const int64_t>& index, int64_t rows) {
+  for (int64_t i = 0; i < dim(index, 0); ++i) {
+    const int64_t row = index.data()[i];
+    if (row < 0 || row >= rows) refuse("index names a row that logits does not have: ", row, "; there are ", rows);
+  }
 }
 
 // One row of bits for each of the rows `index` of logits.
 const uint32_t* mask_bits(const TokenMask& mask, const Vec<const int64_t>& index, int64_t vocab) {
-  check(mask.shape(0) == index.shape(0) && static_cast<int64_t>(mask.shape(1)) * 32 >= vocab,
-        "mask must be [rows of index, ceil(columns / 32)]");
+  if (dim(mask, 0) != dim(index, 0) || dim(mask, 1) * 32 < vocab) {
+    refuse("mask is [", dim(mask, 0), ", ", dim(mask, 1), "]; mask must be [", dim(index, 0), ", ", (vocab + 31) / 32,
+           "]: a row for each entry of index, a bit for each column of logits");
+  }
   return reinterpret_cast<const uint32_t*>(mask.data());
 }
 
 void check_vocab(int64_t vocab) {
-  check(vocab > 0 && vocab <= int64_t{1} << 27, "logits must have between 1 and 2^27 columns");
+  if (vocab < 1 || vocab > kMostVocab) refuse("logits has ", vocab, " columns; it must have from 1 to ", kMostVocab);
 }
 
 void row_extremes(Logits logits, Vec<int64_t> best, Vec<float> highest, Vec<bool> finite) {
-  const size_t rows = logits.shape(0);
-  const int64_t vocab = static_cast<int64_t>(logits.shape(1));
-  check(best.shape(0) == rows && highest.shape(0) == rows && finite.shape(0) == rows,
-        "best, highest and finite must be as long as logits has rows");
+  const int64_t rows = dim(logits, 0), vocab = dim(logits, 1);
+  check_length(best, rows, "best");
+  check_length(highest, rows, "highest");
+  check_length(finite, rows, "finite");
   check_vocab(vocab);
-  const int64_t stride = row_stride(logits);
+  const int64_t stride = row_stride(logits, "logits");
   nb::gil_scoped_release release;
   const SamplingTable& table = pick_sampling();
-  for_each_row(static_cast<int64_t>(rows), vocab, [&](int64_t r) {
+  for_each_row(rows, vocab, [&](int64_t r) {
     const RowExtremes found = table.extremes(logits.data() + r * stride, vocab, nullptr);
     best.data()[r] = found.best;
     highest.data()[r] = found.highest;
@@ -78,30 +70,31 @@ void row_extremes(Logits logits, Vec<int64_t> best, Vec<float> highest, Vec<bool
 }
 
 void best_allowed(Logits logits, Vec<const int64_t> index, TokenMask mask, Vec<int64_t> best, Vec<float> highest) {
-  const size_t count = index.shape(0);
-  const int64_t vocab = static_cast<int64_t>(logits.shape(1)), words = static_cast<int64_t>(mask.shape(1));
-  check(best.shape(0) == count && highest.shape(0) == count, "best and highest must be as long as index");
+  const int64_t count = dim(index, 0);
+  const int64_t vocab = dim(logits, 1), words = dim(mask, 1);
+  check_length(best, count, "best");
+  check_length(highest, count, "highest");
   check_vocab(vocab);
-  check_index(index, logits.shape(0));
-  const int64_t stride = row_stride(logits);
+  check_index(index, dim(logits, 0));
+  const int64_t stride = row_stride(logits, "logits");
   const uint32_t* bits = mask_bits(mask, index, vocab);
   nb::gil_scoped_release release;
   const SamplingTable& table = pick_sampling();
-  for_each_row(static_cast<int64_t>(count), vocab, [&](int64_t i) {
+  for_each_row(count, vocab, [&](int64_t i) {
     const RowExtremes found = table.extremes(logits.data() + index.data()[i] * stride, vocab, bits + i * words);
     best.data()[i] = found.best;
     highest.data()[i] = found.highest;
   });
 }
 
-void forbid_tokens(nb::ndarray<float, nb::ndim<2>, nb::device::cpu> logits, Vec<const int64_t> index, TokenMask mask) {
-  const int64_t vocab = static_cast<int64_t>(logits.shape(1)), words = static_cast<int64_t>(mask.shape(1));
-  const int64_t stride = row_stride(logits);
+void forbid_tokens(Rows2d<float> logits, Vec<const int64_t> index, TokenMask mask) {
+  const int64_t vocab = dim(logits, 1), words = dim(mask, 1);
+  const int64_t stride = row_stride(logits, "logits");
   const uint32_t* bits = mask_bits(mask, index, vocab);
-  check_index(index, logits.shape(0));
+  check_index(index, dim(logits, 0));
   nb::gil_scoped_release release;
   const SamplingTable& table = pick_sampling();
-  for_each_row(static_cast<int64_t>(index.shape(0)), vocab, [&](int64_t i) {
+  for_each_row(dim(index, 0), vocab, [&](int64_t i) {
     table.forbid(logits.data() + index.data()[i] * stride, vocab, bits + i * words);
   });
 }
@@ -123,17 +116,28 @@ struct Scratch {
 void draw_rows(Logits logits, Vec<const int64_t> index, Vec<const float> temperature, Vec<const int32_t> top_k,
                Vec<const float> top_p, Vec<const float> min_p, Vec<const uint64_t> seed, Vec<const int64_t> position,
                Vec<int64_t> out) {
-  const size_t count = index.shape(0);
-  const int64_t vocab = static_cast<int64_t>(logits.shape(1)), stride = row_stride(logits);
-  check(temperature.shape(0) == count && top_k.shape(0) == count && top_p.shape(0) == count &&
-            min_p.shape(0) == count && seed.shape(0) == count && position.shape(0) == count && out.shape(0) == count,
-        "all parameters must be as long as index");
-  check_index(index, logits.shape(0));
-  for (size_t i = 0; i < count; ++i) check(temperature.data()[i] > 0, "temperature must be positive");
+  const int64_t count = dim(index, 0);
+  const int64_t vocab = dim(logits, 1), stride = row_stride(logits, "logits");
+  check_length(temperature, count, "temperature");
+  check_length(top_k, count, "top_k");
+  check_length(top_p, count, "top_p");
+  check_length(min_p, count, "min_p");
+  check_length(seed, count, "seed");
+  check_length(position, count, "position");
+  check_length(out, count, "out");
+  check_vocab(vocab);
+  check_index(index, dim(logits, 0));
+  for (int64_t i = 0; i < count; ++i) {
+    if (!(temperature.data()[i] >= kLeastTemperature)) {
+      refuse("temperature ", temperature.data()[i], " is below ", kLeastTemperature, "; take the best token instead");
+    }
+    if (!(min_p.data()[i] >= 0 && min_p.data()[i] <= 1)) refuse("min_p is ", min_p.data()[i], "; it must be from 0 to 1");
+    if (!(top_p.data()[i] >= 0)) refuse("top_p is ", top_p.data()[i], "; it must not be negative, and 1 or more is off");
+  }
   nb::gil_scoped_release release;
   const SamplingTable& table = pick_sampling();
   parallel([&](Team& team) {
-    team.for_each(static_cast<int64_t>(count), [&](int64_t i) {
+    team.for_each(count, [&](int64_t i) {
       static thread_local Scratch scratch;
       const Draw row{logits.data() + index.data()[i] * stride, vocab, temperature.data()[i], min_p.data()[i],
                      top_p.data()[i], top_k.data()[i], seed.data()[i], static_cast<uint64_t>(position.data()[i])};
@@ -143,23 +147,26 @@ void draw_rows(Logits logits, Vec<const int64_t> index, Vec<const float> tempera
 }
 
 void row_logprobs(Logits logits, Vec<const int64_t> index, Vec<const int64_t> chosen, Vec<float> value,
-                  Vec<int64_t> rank, nb::ndarray<int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> best,
-                  nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> best_value) {
-  const size_t count = index.shape(0);
-  const int64_t vocab = static_cast<int64_t>(logits.shape(1)), stride = row_stride(logits);
-  const int64_t most = static_cast<int64_t>(best.shape(1));
-  check(chosen.shape(0) == count && value.shape(0) == count && rank.shape(0) == count && best.shape(0) == count &&
-            best_value.shape(0) == count && best_value.shape(1) == best.shape(1),
-        "all arrays must be as long as index, best and best_value equally wide");
-  check(most <= vocab, "best is wider than logits");
-  check_index(index, logits.shape(0));
-  for (size_t i = 0; i < count; ++i) {
-    check(chosen.data()[i] >= 0 && chosen.data()[i] < vocab, "chosen names a token that logits does not have");
+                  Vec<int64_t> rank, Mat<int64_t> best, Mat<float> best_value) {
+  const int64_t count = dim(index, 0);
+  const int64_t vocab = dim(logits, 1), stride = row_stride(logits, "logits");
+  const int64_t most = dim(best, 1);
+  check_length(chosen, count, "chosen");
+  check_length(value, count, "value");
+  check_length(rank, count, "rank");
+  check_length(best, count, "best");
+  check_shape(best_value, count, most, "best_value");
+  check_vocab(vocab);
+  if (most > vocab) refuse("best has ", most, " columns, but logits only ", vocab);
+  check_index(index, dim(logits, 0));
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t token = chosen.data()[i];
+    if (token < 0 || token >= vocab) refuse("chosen names token ", token, "; logits has columns 0 to ", vocab - 1);
   }
   nb::gil_scoped_release release;
   const SamplingTable& table = pick_sampling();
   parallel([&](Team& team) {
-    team.for_each(static_cast<int64_t>(count), [&](int64_t i) {
+    team.for_each(count, [&](int64_t i) {
       static thread_local Scratch scratch;
       const ChosenLogprob own =
           logprobs(table, logits.data() + index.data()[i] * stride, vocab, chosen.data()[i], most, scratch.of(vocab),

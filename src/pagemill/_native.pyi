@@ -1,6 +1,13 @@
-"""The native CPU kernels (csrc/). Arrays are torch CPU tensors or numpy arrays, contiguous along their last axis.
+"""The native CPU kernels (csrc/). Arrays are torch CPU tensors or numpy arrays of just the type that is named.
 
-ValueError for what does not fit, with the value and the limit. Every call that computes releases the GIL.
+They are contiguous: all of them along their last axis, and whole but for ``x`` and ``out`` of linear(), hadamard(),
+what is written to a PackedLinear, and logits, whose rows may lie apart. Nothing is converted: a copy would take what
+is written with it.
+
+ValueError for what does not fit, an array of another type or layout included, with the value and the limit. TypeError
+for too few or too many arguments, and for one that is of another kind altogether where no array is asked for.
+RuntimeError for a call at the wrong time: an instruction for a program that is finished, a run of one that is not.
+Every call that computes releases the GIL.
 """
 
 from typing import Any, Literal
@@ -132,7 +139,10 @@ def time_linear(copies: list[PackedLinear], rows: int, repeats: int, prepare: bo
     """Seconds of one product with ``rows`` rows, mean over the copies of each one's quickest time. For benchmarks."""
 
 def quantize_token(x: Array, q: Array, scale: Array, total: Array) -> None:
-    """x [M, k] float32 -> q [M, k] int8 = round(x * 127 / absmax), scale [M, 1] float32, sum of q [M, 1] int32."""
+    """x [M, k] float32 -> q [M, k] int8 = round(x * 127 / absmax), scale [M, 1] float32, sum of q [M, 1] int32.
+
+    k is at most 65536.
+    """
 
 def quantize_group(x: Array, q: Array, scale: Array, total: Array) -> None:
     """The same per 32 values: scale and sum [M, ceil(k / 32)]."""
@@ -154,7 +164,7 @@ def allocate_bytes(rows: int, columns: int) -> numpy.ndarray[Any, numpy.dtype[nu
 class PageWarmer:
     """Backs the first ``num_bytes`` of each array of allocate_bytes with memory, in time that nobody else wants.
 
-    It holds on to the list of arrays; it stops when it is done or dropped.
+    It holds on to the arrays; it stops when it is done or dropped.
     """
 
     def __init__(self, arrays: list[Array], num_bytes: int) -> None: ...
@@ -244,7 +254,9 @@ class AttentionLayer:
 class Program:
     """Instructions over buffers, appended once and run once a step. Buffers are numbers; -1 is none.
 
-    ``logits``: over the rows with logits alone instead of all tokens.
+    ``logits``: over the rows with logits alone instead of all tokens. ValueError for an instruction whose buffers hold
+    other rows than it runs over, or shorter ones than it needs; it leaves the program as it was. Caches, tables and
+    weights are kept alive as long as the program.
     """
 
     def __init__(self, max_tokens: int, max_logits: int, tile_rows: int = 256) -> None: ...
@@ -318,7 +330,10 @@ class Program:
         """rope_and_cache() in place."""
 
     def attention(self, query: int, out: int, layer: AttentionLayer, cache: Array, group: int) -> None:
-        """attention(); the query rows may be those of the fused projection."""
+        """attention(); the query rows may be those of the fused projection.
+
+        Layers of one group have blocks of one size, and a step may name those of the smallest cache.
+        """
 
     def scale_softcap(self, columns: int, scale: float, softcap: float) -> None:
         """Of the logits; finds the best of each row afterwards."""
@@ -357,7 +372,7 @@ class Program:
         highest: Array,
         finite: Array,
     ) -> None:
-        """One step; arrays as in kernels.ops.StepInputs, logits float32 [>= L, V]. ValueError for any wild index.
+        """One step; arrays as in kernels.ops.StepInputs, logits float32 [>= L, >= V]. ValueError for any wild index.
 
         If the program ends in logits: best int64 [L], highest float32 [L] and finite bool [L] as in row_extremes().
         Where logits_kept bool [L] is false, the row of logits may stay as it was.
@@ -419,6 +434,6 @@ def draw_rows(
 ) -> None:
     """A token for each of the rows ``index`` [n] int64 of logits [R, V] float32 into out [n] int64.
 
-    temperature, top_p, min_p [n] float32, top_k [n] int32 (0: off), seed [n] uint64, position [n] int64. The draw is
-    the one that pagemill/sampling/noise.py defines.
+    temperature (2^-126 or more), top_p (0 or more) and min_p (0 to 1) [n] float32, top_k [n] int32 (0: off), seed [n]
+    uint64, position [n] int64. The draw is the one that pagemill/sampling/noise.py defines.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -24,3 +25,20 @@ def threads() -> Iterator[None]:
     before = _native.num_threads()
     yield
     _native.set_num_threads(before)
+
+
+@pytest.fixture
+def changing_threads(threads: None) -> Iterator[None]:
+    """Another thread changes the number of threads all the while, as a second engine may."""
+    over = threading.Event()
+
+    def change() -> None:
+        while not over.is_set():
+            for count in (1, 8, 2, 5):
+                _native.set_num_threads(count)
+
+    other = threading.Thread(target=change)
+    other.start()
+    yield
+    over.set()
+    other.join()

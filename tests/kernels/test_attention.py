@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -333,3 +335,46 @@ def test_indices_are_checked(change: dict[str, int], message: str) -> None:
     cache.tables[0, 1] = change.get("block", cache.tables[0, 1])
     with pytest.raises(ValueError, match=message):
         attend(shape, cache, [torch.zeros(1, shape.heads * shape.dim)], [0], [change.get("context", 20)])
+
+
+def test_the_number_of_threads_may_change_meanwhile(changing_threads: None) -> None:
+    """Of the ranks of a larger team some would have no memory. Long heads: it takes a while to lay out."""
+    shape = Shape(heads=1, kv_heads=1, dim=8192, kv="f32")
+    lengths = [20] * 6
+    cache = PagedCache(shape, lengths, torch.Generator().manual_seed(7))
+    qkv = make_qkv(shape, 20, torch.Generator().manual_seed(8))
+    for row in range(6):
+        cache.write(row, 0, qkv)
+    queries, rows = [queries_of(shape, qkv)[-1:]] * 6, list(range(6))
+    want = attend(shape, cache, queries, rows, lengths)
+    held = cache.data.clone()
+    for _ in range(150):
+        assert all(map(torch.equal, attend(shape, cache, queries, rows, lengths), want))
+        cache.write(0, 0, qkv)
+    assert torch.equal(cache.data, held)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_heads": 3}, "num_heads is 3; it must be a multiple of num_kv_heads, which is 2"),
+        ({"head_dim": 1 << 30}, "head_dim is 1073741824 for 6 heads"),
+        ({"block_size": 24}, "block_size is 24; it must be a multiple of 16"),
+        ({"kv_type": 3}, "kv_type is 3"),
+        ({"scale": 0.0}, "scale is 0"),
+        ({"softcap": float("nan")}, "softcap nan"),
+    ],
+)
+def test_a_layer_that_the_kernels_do_not_have_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _native.AttentionLayer(**Shape().kernel | {"scale": 1.0} | change)
+
+
+@pytest.mark.parametrize("size", [(64, 1, 16), (64, 2, 33)])
+def test_a_rotary_table_of_another_shape_is_an_error(size: tuple[int, int, int]) -> None:
+    """It would be read past its end."""
+    shape = Shape()
+    cache = PagedCache(shape, [20], torch.Generator().manual_seed(6))
+    qkv, ints = make_qkv(shape, 4, torch.Generator().manual_seed(6)), torch.arange(4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"the rotary table is \[64, .*it must be \[positions, 2, rotary_dim / 2\]"):
+        _native.rope_and_cache(qkv, cache.data, ints, ints, torch.zeros(size), **shape.kernel)

@@ -6,12 +6,8 @@ same integers in float64; float kinds to the rounding of K sequential float32 ad
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import threading
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -320,11 +316,45 @@ def test_four_bits_stay_four_bits() -> None:
         (lambda: native.PackedLinear("f32", 3, 4).write_floats(0, torch.zeros(3, 5)), "expected"),
         (lambda: native.linear(torch.zeros(1, 5), native.PackedLinear("f32", 3, 4), torch.zeros(1, 3)), "x is"),
         (lambda: native.set_isa("mmx"), "available: portable"),
+        (
+            lambda: native.PackedLinear("f32", 3, 4).write_floats(2**63 - 1, torch.zeros(3, 4)),
+            "outside the packed matrix",
+        ),
+        (lambda: native.PackedLinear("f32", 3, 4).write_bias(-1, torch.zeros(3)), "outside the packed matrix"),
+        (lambda: native.PackedLinear("f32", 1 << 40, 1 << 40), "the most is"),
+        (lambda: native.PackedLinear("int8", 1, 65537), "K up to 65536, not 65537"),
+        (
+            lambda: native.PackedLinear("f32", 3, 4).unpack(torch.zeros(1, 4), rows=torch.tensor([3]).int()),
+            "index 3; it",
+        ),
+        (lambda: quantize(65537), "rows of 65537 values; int8 takes up to 65536"),
+        (lambda: native.hadamard(torch.zeros(1, 64), 48), "block 48 must be a power of two that divides 64"),
+        (lambda: native.linear(*one_product(), gate="relu"), "no gate 'relu'"),
+        (lambda: native.time_linear([None], 1, 1), "entry 0 of a list of matrices"),
+        (
+            lambda: native.time_linear([native.PackedLinear("f32", 3, k) for k in (4, 5)], 1, 1),
+            "differ in kind or shape",
+        ),
+        (lambda: native.time_linear([], 1, 1), "copies is empty"),
+        (lambda: native.time_linear([native.PackedLinear("f32", 3, 4)], 0, 1), "rows is 0"),
+        (lambda: native.team_selftest(1, 0), "tasks 0"),
+        (lambda: native.allocate_bytes(1 << 40, 1 << 40), "bytes is the most"),
+        (lambda: native.measure_ceiling("int4", 0.01), "no ceiling 'int4'"),
     ],
 )
 def test_mistakes_are_named(make_it: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_it()  # type: ignore[operator]
+
+
+def quantize(k: int) -> None:
+    native.quantize_token(
+        torch.ones(1, k), torch.empty(1, k, dtype=torch.int8), torch.empty(1, 1), torch.empty(1, 1, dtype=torch.int32)
+    )
+
+
+def one_product() -> tuple[torch.Tensor, Any, torch.Tensor]:
+    return torch.zeros(1, 4), native.PackedLinear("f32", 3, 4), torch.zeros(1, 3)
 
 
 # ------------------------------------------------------------------------------------------------ activations
@@ -409,65 +439,3 @@ def test_hadamard_is_orthonormal_and_its_own_inverse(isa: str, block: int) -> No
     assert torch.allclose(y.double(), want, atol=1e-5)
     native.hadamard(y, block)
     assert torch.allclose(y, x, atol=1e-5)
-
-
-# ------------------------------------------------------------------------------------------------ the pool
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_every_task_runs_once(count: int) -> None:
-    native.set_num_threads(count)
-    assert native.team_selftest(200, 37) == 0
-
-
-def test_threads_that_the_system_does_not_give_are_an_error_not_an_end() -> None:
-    code = """
-import resource, torch
-from pagemill import _native
-x, out = torch.ones(64, 64), torch.empty(64, 64)
-used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20), -1))
-_native.set_num_threads(256)
-try:
-    _native.rms_norm(x, torch.ones(64), 1e-6, out)
-except RuntimeError as error:
-    print(error)
-_native.set_num_threads(2)
-_native.rms_norm(x, torch.ones(64), 1e-6, out)
-print(out.sum().item())
-"""
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert "of 256 threads" in shown[0]
-    assert "--num-threads" in shown[0]
-    assert float(shown[1]) == pytest.approx(64 * 64)
-
-
-SCHED = Path("/proc/thread-self/sched")
-
-
-def slice_ns() -> int:
-    """The calling thread's time slice."""
-    return int(next(line.split(":")[1] for line in SCHED.read_text().splitlines() if line.startswith("se.slice")))
-
-
-@pytest.mark.skipif(
-    not SCHED.exists() or tuple(map(int, os.uname().release.split(".")[:2])) < (6, 12),
-    reason="Linux lets a thread choose its time slice from 6.12 on",
-)
-def test_a_thread_that_takes_long_slices_passes_them_on_to_nobody() -> None:
-    before = slice_ns()
-    seen = []
-
-    def compute() -> None:
-        native.take_long_slices()
-        seen.append(slice_ns())
-        other = threading.Thread(target=lambda: seen.append(slice_ns()))
-        other.start()
-        other.join()
-
-    thread = threading.Thread(target=compute)
-    thread.start()
-    thread.join()
-    assert seen == [100_000_000, before]
-    assert slice_ns() == before

@@ -211,5 +211,60 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
             NativePicker().forbid(torch.zeros(2, 8), index, ones)
     with pytest.raises(ValueError, match="mask must be"):
         NativePicker().best_allowed(torch.zeros(2, 33), rows, ones)
-    with pytest.raises(ValueError, match="as long as logits"):
+    with pytest.raises(ValueError, match="best has 3 entries, expected 2"):
         native.row_extremes(torch.zeros(2, 8), np.zeros(3, np.int64), np.zeros(2, np.float32), np.zeros(2, np.bool_))
+
+
+def drawn(logits: torch.Tensor, **values: float) -> int:
+    """One draw from row 0, with parameters as they come."""
+    given = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0} | values
+    columns = {name: np.array([value], np.float32) for name, value in given.items()}
+    out, one = np.empty(1, np.int64), np.zeros(1, np.int64)
+    native.draw_rows(
+        logits, one, top_k=np.zeros(1, np.int32), seed=np.ones(1, np.uint64), position=one, out=out, **columns
+    )
+    return int(out[0])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": 1e-40}, "temperature 9.99995e-41 is below"),
+        ({"temperature": 0.0}, "temperature 0 is below"),
+        ({"temperature": float("nan")}, "temperature nan"),
+        ({"min_p": 1.5}, "min_p is 1.5; it must be from 0 to 1"),
+        ({"min_p": -0.5}, "min_p is -0.5"),
+        ({"min_p": float("nan")}, "min_p is nan"),
+        ({"top_p": -1.0}, "top_p is -1; it must not be negative"),
+        ({"top_p": float("nan")}, "top_p is nan"),
+    ],
+)
+def test_parameters_that_mean_nothing_are_refused(values: dict[str, float], message: str) -> None:
+    """Token 0 would be drawn, whatever the logits."""
+    with pytest.raises(ValueError, match=message):
+        drawn(torch.randn(1, 100), **values)
+
+
+@pytest.mark.parametrize("values", [{"temperature": 2e-38}, {"min_p": 1.0}, {"top_p": 0.0}])
+def test_parameters_at_their_limits_take_the_best_token(values: dict[str, float]) -> None:
+    logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(1))
+    assert drawn(logits, **values) == int(logits.argmax())
+
+
+def test_logits_without_columns_are_refused() -> None:
+    empty, one = torch.zeros(1, 0), np.zeros(1, np.int64)
+    with pytest.raises(ValueError, match="logits has 0 columns"):
+        drawn(empty)
+    with pytest.raises(ValueError, match="logits has 0 columns"):
+        NativePicker().logprobs(empty, one, one, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("best", np.int32), ("highest", np.float64), ("finite", np.uint8), ("logits", np.float64)]
+)
+def test_arrays_of_another_type_are_refused(name: str, dtype: type) -> None:
+    """Not filled in as a copy that is lost."""
+    arrays = {"logits": np.zeros((2, 8), np.float32), **NativePicker().best(torch.zeros(2, 8))._asdict()}
+    arrays[name] = arrays[name].astype(dtype)
+    with pytest.raises(ValueError, match=f"is {np.dtype(dtype)} "):
+        native.row_extremes(**arrays)

@@ -1,7 +1,7 @@
 """The native kernels behind the references' signatures, one op at a time.
 
 For trying kernels and for tests: a model's step does not come through here but runs as one recorded program
-(worker/graphs.py). Everything is float32 on the CPU.
+(worker/graphs.py). Everything is float32 on the CPU: another type is a ValueError, another layout is copied first.
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ Activation = Literal["silu", "gelu_tanh"]
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """[N, H] -> [N, H]."""
-    out = torch.empty_like(x)
-    _native.rms_norm(x, weight, eps, out)
+    out = torch.empty(x.shape)
+    _native.rms_norm(x.contiguous(), weight.contiguous(), eps, out)
     return out
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
     """[N, H] -> [N, H]."""
-    out = torch.empty_like(x)
-    _native.layer_norm(x, weight, bias, eps, out)
+    out = torch.empty(x.shape)
+    _native.layer_norm(x.contiguous(), weight.contiguous(), bias.contiguous(), eps, out)
     return out
 
 
 def activate(x: torch.Tensor, activation: Literal["gelu", "tanh"]) -> torch.Tensor:
     """[N, H] -> [N, H]."""
-    out = x.clone()
+    out = x.clone(memory_format=torch.contiguous_format)
     _native.activate(out, activation)
     return out
 
 
 def hadamard(x: torch.Tensor, block: int) -> torch.Tensor:
     """[N, K] -> [N, K]."""
-    out = x.clone()
+    out = x.clone(memory_format=torch.contiguous_format)
     _native.hadamard(out, block)
     return out
 
 
 def scale_softcap(x: torch.Tensor, scale: float, cap: float | None) -> torch.Tensor:
     """[N, V] -> [N, V]."""
-    out = x.clone()
+    out = x.clone(memory_format=torch.contiguous_format)
     _native.scale_softcap(out, scale, cap or 0.0)
     return out
 
@@ -83,18 +83,18 @@ def linear_bf16(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
 
 def _linear(kind: Kind, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     packed = _native.PackedLinear(kind, *matrix.shape, bias=bias is not None)
-    packed.write_floats(0, matrix)
+    packed.write_floats(0, matrix.contiguous())
     if bias is not None:
-        packed.write_bias(0, bias)
+        packed.write_bias(0, bias.contiguous())
     return _multiply(x, packed)
 
 
 def linear_int8(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """[N, K] -> [N, M], int8 weights with one scale per output."""
     packed = _native.PackedLinear("int8", *q.shape, bias=bias is not None)
-    packed.write_int8(0, q, scale)
+    packed.write_int8(0, q.contiguous(), scale.contiguous())
     if bias is not None:
-        packed.write_bias(0, bias)
+        packed.write_bias(0, bias.contiguous())
     return _multiply(x, packed)
 
 
@@ -122,13 +122,14 @@ def _grouped(
     group: int,
 ) -> torch.Tensor:
     packed = _native.PackedLinear(kind, *q.shape, group=group, has_min=minimum is not None)
-    packed.write_groups(0, q, scale, minimum, zero)
+    minimum = None if minimum is None else minimum.contiguous()
+    packed.write_groups(0, q.contiguous(), scale.contiguous(), minimum, zero)
     return _multiply(x, packed)
 
 
 def _multiply(x: torch.Tensor, packed: _native.PackedLinear) -> torch.Tensor:
     out = torch.empty(x.shape[0], packed.n)
-    _native.linear(x, packed, out)
+    _native.linear(x.contiguous(), packed, out)
     return out
 
 
@@ -144,9 +145,9 @@ def gated_linear_bf16(x: torch.Tensor, matrix: torch.Tensor, activation: Activat
 
 def _gated(kind: Kind, x: torch.Tensor, matrix: torch.Tensor, activation: Activation) -> torch.Tensor:
     packed = _native.PackedLinear(kind, *matrix.shape, gated=True)
-    packed.write_floats(0, matrix)
+    packed.write_floats(0, matrix.contiguous())
     out = torch.empty(x.shape[0], matrix.shape[0] // 2)
-    _native.linear(x, packed, out, gate=activation)
+    _native.linear(x.contiguous(), packed, out, gate=activation)
     return out
 
 
@@ -160,7 +161,7 @@ def attention_steps(
     cache = torch.zeros(num_blocks, bytes_per_block, dtype=torch.uint8)
     results = []
     for qkv, inputs in steps:
-        qkv = qkv.clone()
+        qkv = qkv.clone(memory_format=torch.contiguous_format)
         _native.rope_and_cache(
             qkv,
             cache,
