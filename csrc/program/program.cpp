@@ -4,6 +4,7 @@
 #include <chrono>
 #include <stdexcept>
 
+#include "core/planned.h"
 #include "linear/table.h"
 
 namespace pm {
@@ -151,16 +152,7 @@ void Program::run(const ProgramInputs& in) {
   if (in.num_tokens < 1 || in.num_tokens > max_tokens_ || in.num_logits > max_logits_) {
     throw std::invalid_argument("the step has more rows than the program was made for, or none");
   }
-  // Another engine of this process may change the number of threads between looking and running; then once more.
-  for (bool done = false; !done;) {
-    const int threads = num_threads();
-    prepare(in, threads);
-    parallel([&](Team& team) {
-      if (team.size() > threads) return;
-      run_segments(team, in);
-      if (team.rank() == 0) done = true;
-    });
-  }
+  parallel_planned([&](int threads) { prepare(in, threads); }, [&](Team& team) { run_segments(team, in); });
 }
 
 void Program::prepare(const ProgramInputs& in, int threads) {

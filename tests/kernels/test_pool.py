@@ -1,4 +1,4 @@
-"""The thread pool of the native kernels: every task once, threads that are not there, and whom the threads make room for."""
+"""The thread pool: every task once, threads that the system does not give, and whom the threads make room for."""
 
 from __future__ import annotations
 
