@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +113,74 @@ def test_flags_are_defaults_that_a_line_may_override(model: Path, tmp_path: Path
 def test_a_file_that_is_no_answer_file_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("my notes\nline 2\n")
-    with pytest.raises(ConfigError, match="--restart"):
-        AnswerFile.open(str(path), restart=False)
+    for restart in (False, True):
+        with pytest.raises(ConfigError, match="no answer of this verb; name another file") as refused:
+            AnswerFile.open(str(path), restart=restart)
+        assert "--restart" not in str(refused.value)
     assert path.read_text() == "my notes\nline 2\n"
+
+
+@pytest.mark.parametrize("restart", [[], ["--restart"]])
+@pytest.mark.parametrize("name", ["same", "link", "hard link"])
+def test_the_input_is_never_the_output(
+    name: str, restart: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "prompts.jsonl"
+    source.write_text(json.dumps(PROMPT) + "\n")
+    other = source if name == "same" else tmp_path / "other.jsonl"
+    if name == "link":
+        other.symlink_to(source)
+    elif name == "hard link":
+        other.hardlink_to(source)
+    assert main(["generate", "-i", str(source), "-o", str(other), *restart]) == 2
+    assert "are the same file" in capsys.readouterr().err
+    assert json.loads(source.read_text()) == PROMPT
+
+
+def test_an_input_that_is_piped_in_is_not_the_output_either(tmp_path: Path) -> None:
+    source = tmp_path / "prompts.jsonl"
+    source.write_text(json.dumps(PROMPT) + "\n")
+    command = [sys.executable, "-m", "pagemill", "generate", "-o", str(source), "--restart"]
+    with source.open("rb") as stdin:
+        done = subprocess.run(command, stdin=stdin, capture_output=True, text=True, check=False)
+    assert (done.returncode, source.read_text()) == (2, json.dumps(PROMPT) + "\n")
+
+
+def test_errors_are_tried_again_and_the_file_ends_with_one_line_for_each_request(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines: list[Any] = [PROMPT, {**PROMPT, "temperature": -1}, {**PROMPT, "custom_id": "c", "top_p": 9}]
+    code, first = generate(model, lines, tmp_path)
+    assert code == 1
+    code, again = generate(model, lines, tmp_path)
+    assert code == 1, "a request without an answer must not pass for one that has it"
+    assert "1 answers are there already, 2 errors are tried again" in capsys.readouterr().err
+    assert sorted(answer["line"] for answer in again) == [1, 2, 3]
+    assert again[0] == next(answer for answer in first if answer["line"] == 1)
+    code, mended = generate(model, [PROMPT, PROMPT, {**PROMPT, "custom_id": "c"}], tmp_path)
+    assert code == 0
+    assert sorted(answer["line"] for answer in mended) == [1, 2, 3]
+    assert not any("error" in answer for answer in mended)
+    assert "2 answered, 0 failed" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".tmp"] == []
+
+
+def test_the_error_of_an_id_used_twice_does_not_stand_for_the_answer(model: Path, tmp_path: Path) -> None:
+    twice = [{**PROMPT, "custom_id": "x"}] * 2
+    _, answers = generate(model, twice, tmp_path)
+    (error,) = (answer for answer in answers if "error" in answer)
+    (tmp_path / "out.jsonl").write_text(json.dumps(error) + "\n")  # stopped before the first line was answered
+    _, resumed = generate(model, twice, tmp_path)
+    assert sorted((answer["line"], "error" in answer) for answer in resumed) == [(1, False), (2, True)]
+
+
+def test_a_long_answer_gives_signs_of_life_where_there_is_no_terminal(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pagemill.cli.generate.TELL_S", 0.001)
+    generate(model, [{**PROMPT, "max_tokens": 100}], tmp_path)
+    told = [line for line in capsys.readouterr().err.splitlines() if line.endswith("so far")]
+    assert "0 answered, 0 failed" in told[0]
 
 
 @pytest.mark.parametrize("words", [["-i", "/no/such/file"], ["-i", "/dev/null", "-o", "/no/such/folder/out"]])
