@@ -6,15 +6,16 @@ process boundaries and are read by the pure core.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Self, get_args, get_origin
 
 import msgspec
 
-from pagemill.errors import RequestError
+from pagemill.errors import RequestError, did_you_mean
 
 __all__ = [
     "BeamSearchParams",
@@ -84,25 +85,16 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     min_tokens: int = 0
     """The engine's own: ``SamplingParams.min_tokens``, kept only as long as the grammar can go on."""
 
+    def __post_init__(self) -> None:
+        """Lists become tuples; None is the default."""
+        _settle(self)
+
     def verify(self) -> None:
         """Raise :class:`RequestError` unless exactly one form is given, of the right type."""
-        types = {
-            "json": str | dict,
-            "regex": str,
-            "choice": tuple | list,
-            "grammar": str,
-            "llguidance": str,
-            "structural_tag": str | dict,
-            "whitespace_pattern": str,
-        }
-        given = [name for name in types if getattr(self, name) is not None]
-        for name in given:
-            if not isinstance(getattr(self, name), types[name]):
-                raise RequestError(
-                    f"structured_outputs.{name} has the wrong type {type(getattr(self, name)).__name__}",
-                    param="structured_outputs",
-                )
-        given = [name for name in given if name != "whitespace_pattern"] + (["json_object"] if self.json_object else [])
+        _check_types(self, "structured_outputs.", "structured_outputs")
+        forms = ("json", "regex", "choice", "grammar", "llguidance", "structural_tag")
+        given = [name for name in forms if getattr(self, name) is not None]
+        given += ["json_object"] if self.json_object else []
         if len(given) != 1:
             raise RequestError(
                 "structured_outputs needs exactly one of json, regex, choice, grammar, json_object and structural_tag;"
@@ -133,8 +125,10 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose tokens, and when to stop. Names, defaults and meanings are vLLM's.
 
-    Build one with :meth:`create` (or the constructor followed by :meth:`verify`) to have every bound checked;
-    :class:`~pagemill.errors.RequestError` names the parameter, the value and the limit.
+    The constructor settles what may be written in several ways: a lone stop string or bad word is one string, lists
+    become tuples, None is the default, a dict of structured outputs is the object. It checks no bounds; :meth:`verify`
+    does (every engine calls it, and :meth:`create`): :class:`~pagemill.errors.RequestError` names the parameter, the
+    value and the limit.
     """
 
     n: int = 1
@@ -197,32 +191,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @classmethod
     def create(cls, **values: Any) -> Self:
-        """Build and verify. Lists become tuples; a lone stop string becomes a tuple of one."""
-        for name in ("stop", "bad_words"):
-            if isinstance(values.get(name), str):
-                values[name] = (values[name],)
-        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logprob_token_ids"):
-            if isinstance(values.get(name), list):
-                values[name] = tuple(values[name])
-            elif values.get(name, 0) is None and name not in ("allowed_token_ids", "logprob_token_ids"):
-                values[name] = ()
-        structured = values.get("structured_outputs")
-        if isinstance(structured, dict):
-            values["structured_outputs"] = _structured(structured)
-        if values.get("logit_bias", 0) is None:
-            values["logit_bias"] = {}
+        """Build and verify."""
         unknown = sorted(set(values) - set(cls.__struct_fields__))
         if unknown:
             raise RequestError(
-                f"unknown sampling parameter {unknown[0]!r}; known: {', '.join(cls.__struct_fields__)}",
+                f"unknown sampling parameter {unknown[0][:100]!r}{did_you_mean(unknown[0], cls.__struct_fields__)}",
                 param=unknown[0],
             )
         params = cls(**values)
         params.verify()
         return params
 
+    def __post_init__(self) -> None:
+        """Settle what may be written in several ways."""
+        for name in ("stop", "bad_words"):
+            if isinstance(getattr(self, name), str):
+                msgspec.structs.force_setattr(self, name, (getattr(self, name),))
+        if isinstance(self.structured_outputs, dict):
+            msgspec.structs.force_setattr(self, "structured_outputs", _structured(self.structured_outputs))
+        if isinstance(self.logit_bias, dict) and any(isinstance(token, str) for token in self.logit_bias):
+            msgspec.structs.force_setattr(self, "logit_bias", {_token_id(k): v for k, v in self.logit_bias.items()})
+        _settle(self)
+
     def verify(self) -> None:
-        """Raise :class:`RequestError` for the first parameter out of its bounds."""
+        """Raise :class:`RequestError` for the first parameter of the wrong type or out of its bounds."""
+        _check_types(self)
         for name, least, most in _INT_BOUNDS:
             value = getattr(self, name)
             if value is not None:
@@ -318,14 +311,69 @@ def _structured(values: dict[str, Any]) -> StructuredOutputsParams:
     for name in values:
         if name not in known:
             raise RequestError(
-                f"structured_outputs has the unknown field {name[:100]!r}; known: {', '.join(known)}",
+                f"structured_outputs has the unknown field {str(name)[:100]!r}{did_you_mean(str(name), known)}",
                 param="structured_outputs",
             )
-    if isinstance(values.get("choice"), list):
-        values = values | {"choice": tuple(values["choice"])}
-    if isinstance(values.get("thought"), list):
-        values = values | {"thought": tuple(values["thought"])}
-    return StructuredOutputsParams(**{name: value for name, value in values.items() if value is not None})
+    return StructuredOutputsParams(**values)
+
+
+def _token_id(key: object) -> object:
+    """JSON's keys are strings."""
+    return int(key) if isinstance(key, str) and key.isascii() and key.strip().isdigit() and len(key) <= 10 else key
+
+
+@functools.cache
+def _forms(cls: type[msgspec.Struct]) -> tuple[tuple[str, Any, tuple[type, ...], str], ...]:
+    """Of each field: its name, its default, the types it may have, and their names for people."""
+    found = []
+    for item in msgspec.structs.fields(cls):
+        whole = get_origin(item.type) in (tuple, dict)
+        parts = (item.type,) if whole else get_args(item.type) or (item.type,)
+        types = tuple(get_origin(part) or part for part in parts)
+        default = item.default if item.default_factory is msgspec.NODEFAULT else item.default_factory()
+        words = " or ".join(dict.fromkeys(map(_in_words, parts)))
+        # An int will do for a number, and True is an int to Python only.
+        accepted = (*types, int) if float in types else types
+        found.append((item.name, default, accepted, words))
+    return tuple(found)
+
+
+_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    tuple[int, ...]: "a list of integers",
+    tuple[str, ...]: "a list of strings",
+    tuple[str, str]: "a list of two strings",
+    type(None): "None",
+}
+
+
+def _in_words(kind: Any) -> str:
+    return _WORDS.get(kind, "an object")
+
+
+def _settle(params: msgspec.Struct) -> None:
+    """Lists become tuples where tuples are meant, and None the default where None means nothing else."""
+    for name, default, types, _ in _forms(type(params)):
+        value = getattr(params, name)
+        if value is None and type(None) not in types:
+            msgspec.structs.force_setattr(params, name, default)
+        elif isinstance(value, list) and tuple in types:
+            msgspec.structs.force_setattr(params, name, tuple(value))
+
+
+def _check_types(params: msgspec.Struct, prefix: str = "", param: str | None = None) -> None:
+    for name, _, types, wanted in _forms(type(params)):
+        value = getattr(params, name)
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            raise RequestError(f"{prefix}{name}={_shown(value)} must be {wanted}", param=param or name)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:100] + "..."
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
@@ -360,7 +408,8 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
     """As in :class:`SamplingParams`."""
 
     def verify(self) -> None:
-        """Raise :class:`RequestError` for the first parameter out of its bounds."""
+        """Raise :class:`RequestError` for the first parameter of the wrong type or out of its bounds."""
+        _check_types(self)
         _check_int("beam_width", self.beam_width, 1, MAX_LOGPROBS)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 0, 2**31 - 1)
@@ -428,7 +477,8 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     without it."""
 
     def verify(self) -> None:
-        """Raise :class:`RequestError` for the first parameter out of its bounds."""
+        """Raise :class:`RequestError` for the first parameter of the wrong type or out of its bounds."""
+        _check_types(self)
         if self.dimensions is not None:
             _check_int("dimensions", self.dimensions, 1, 2**31 - 1)
         if self.truncate_prompt_tokens is not None:

@@ -64,11 +64,8 @@ def run(args: argparse.Namespace) -> int:
         _refuse_same_file(source, args.input, args.output)
         with AnswerFile.open(args.output, restart=args.restart) as answers:
             if answers.done or answers.num_retried:
-                print(
-                    f"pagemill generate: {len(answers.done)} answers are there already, {answers.num_retried} errors are"
-                    " tried again",
-                    file=sys.stderr,
-                )
+                there = f"{len(answers.done)} answers are there already, {answers.num_retried} errors are tried again"
+                print(f"pagemill generate: {there}", file=sys.stderr)
 
             from pagemill.engine.offline import LLM
 

@@ -24,7 +24,7 @@ from pagemill.config import EngineConfig, validate
 from pagemill.engine.caller import CALLER, Caller
 from pagemill.engine.client import ProcessClient
 from pagemill.engine.detokenizer import Vocabulary
-from pagemill.engine.input import InputProcessor, PreparedRequest
+from pagemill.engine.input import InputProcessor, PreparedRequest, check_request
 from pagemill.engine.metrics import Metrics
 from pagemill.engine.output import OutputKind, OutputProcessor, RequestState
 from pagemill.engine.pacing import Pacer
@@ -245,6 +245,7 @@ class AsyncLLM:
         """Check a request and queue it; its errors are raised here, before anything is streamed."""
         arrival_s = time.monotonic()
         caller = CALLER.get()
+        check_request(prompt, params)
         self._check_open(params.n)
 
         def prepare() -> PreparedRequest:
