@@ -6,16 +6,15 @@ process boundaries and are read by the pure core.
 
 from __future__ import annotations
 
-import functools
 import math
-import sys
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any, Self, get_args, get_origin
+from typing import Any, Self
 
 import msgspec
 
 from pagemill.errors import RequestError, did_you_mean
+from pagemill.param_types import check_float, check_int, check_types, settle
 
 __all__ = [
     "BeamSearchParams",
@@ -87,11 +86,11 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
 
     def __post_init__(self) -> None:
         """Lists become tuples; None is the default."""
-        _settle(self)
+        settle(self)
 
     def verify(self) -> None:
         """Raise :class:`RequestError` unless exactly one form is given, of the right type."""
-        _check_types(self, "structured_outputs.", "structured_outputs")
+        check_types(self, "structured_outputs.", "structured_outputs")
         forms = ("json", "regex", "choice", "grammar", "llguidance", "structural_tag")
         given = [name for name in forms if getattr(self, name) is not None]
         given += ["json_object"] if self.json_object else []
@@ -211,17 +210,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             msgspec.structs.force_setattr(self, "structured_outputs", _structured(self.structured_outputs))
         if isinstance(self.logit_bias, dict) and any(isinstance(token, str) for token in self.logit_bias):
             msgspec.structs.force_setattr(self, "logit_bias", {_token_id(k): v for k, v in self.logit_bias.items()})
-        _settle(self)
+        settle(self)
 
     def verify(self) -> None:
         """Raise :class:`RequestError` for the first parameter of the wrong type or out of its bounds."""
-        _check_types(self)
+        check_types(self)
         for name, least, most in _INT_BOUNDS:
             value = getattr(self, name)
             if value is not None:
-                _check_int(name, value, least, most)
+                check_int(name, value, least, most)
         for name, low, high, open_low in _FLOAT_BOUNDS:
-            _check_float(name, getattr(self, name), low, high, open_low=open_low)
+            check_float(name, getattr(self, name), low, high, open_low=open_low)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}", param="min_tokens"
@@ -253,7 +252,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise RequestError("stop strings need detokenize=True; use stop_token_ids instead", param="stop")
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             for token in getattr(self, name) or ():
-                _check_int(name, token, 0, 2**31 - 1)
+                check_int(name, token, 0, 2**31 - 1)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError(
                 "allowed_token_ids is empty; name at least one token or leave it out", param="allowed_token_ids"
@@ -267,8 +266,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                     param="logprob_token_ids",
                 )
         for token, bias in self.logit_bias.items():
-            _check_int("logit_bias", token, 0, 2**31 - 1)
-            _check_float("logit_bias", bias, -100.0, 100.0)
+            check_int("logit_bias", token, 0, 2**31 - 1)
+            check_float("logit_bias", bias, -100.0, 100.0)
 
     def _check_strings(self, name: str, texts: Sequence[object]) -> None:
         if len(texts) > MAX_STRINGS:
@@ -322,77 +321,6 @@ def _token_id(key: object) -> object:
     return int(key) if isinstance(key, str) and key.isascii() and key.strip().isdigit() and len(key) <= 10 else key
 
 
-@functools.cache
-def _forms(cls: type[msgspec.Struct]) -> tuple[tuple[str, Any, tuple[type, ...], str], ...]:
-    """Of each field: its name, its default, the types it may have, and their names for people."""
-    found = []
-    for item in msgspec.structs.fields(cls):
-        whole = get_origin(item.type) in (tuple, dict)
-        parts = (item.type,) if whole else get_args(item.type) or (item.type,)
-        types = tuple(get_origin(part) or part for part in parts)
-        default = item.default if item.default_factory is msgspec.NODEFAULT else item.default_factory()
-        words = " or ".join(dict.fromkeys(map(_in_words, parts)))
-        # An int will do for a number, and True is an int to Python only.
-        accepted = (*types, int) if float in types else types
-        found.append((item.name, default, accepted, words))
-    return tuple(found)
-
-
-_WORDS: dict[Any, str] = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    tuple[int, ...]: "a list of integers",
-    tuple[str, ...]: "a list of strings",
-    tuple[str, str]: "a list of two strings",
-    type(None): "None",
-}
-
-
-def _in_words(kind: Any) -> str:
-    return _WORDS.get(kind, "an object")
-
-
-def _settle(params: msgspec.Struct) -> None:
-    """Lists become tuples where tuples are meant, and None the default where None means nothing else."""
-    for name, default, types, _ in _forms(type(params)):
-        value = getattr(params, name)
-        if value is None and type(None) not in types:
-            msgspec.structs.force_setattr(params, name, default)
-        elif isinstance(value, list) and tuple in types:
-            msgspec.structs.force_setattr(params, name, tuple(value))
-
-
-def _check_types(params: msgspec.Struct, prefix: str = "", param: str | None = None) -> None:
-    for name, _, types, wanted in _forms(type(params)):
-        value = getattr(params, name)
-        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            raise RequestError(f"{prefix}{name}={_shown(value)} must be {wanted}", param=param or name)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else text[:100] + "..."
-
-
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name}={value!r} must be an integer", param=name)
-    if not low <= value <= high:
-        raise RequestError(f"{name}={value} is out of range; it must be between {low} and {high}", param=name)
-
-
-def _check_float(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(f"{name}={value!r} must be a number", param=name)
-    below = value <= low if open_low else value < low
-    if below or value > high or not abs(value) <= sys.float_info.max:  # NaN, infinities, and integers beyond
-        least = f"more than {low:g}" if open_low else f"at least {low:g}"
-        most = "finite" if math.isinf(high) else f"at most {high:g}"
-        raise RequestError(f"{name}={value} is out of range; it must be {least} and {most}", param=name)
-
-
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to search for the most probable continuations. Names are vLLM's; nothing is drawn at random."""
 
@@ -409,13 +337,13 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def verify(self) -> None:
         """Raise :class:`RequestError` for the first parameter of the wrong type or out of its bounds."""
-        _check_types(self)
-        _check_int("beam_width", self.beam_width, 1, MAX_LOGPROBS)
+        check_types(self)
+        check_int("beam_width", self.beam_width, 1, MAX_LOGPROBS)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 0, 2**31 - 1)
+            check_int("max_tokens", self.max_tokens, 0, 2**31 - 1)
         if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _check_float("length_penalty", self.length_penalty, -10.0, 10.0)
+            check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        check_float("length_penalty", self.length_penalty, -10.0, 10.0)
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -478,11 +406,11 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     def verify(self) -> None:
         """Raise :class:`RequestError` for the first parameter of the wrong type or out of its bounds."""
-        _check_types(self)
+        check_types(self)
         if self.dimensions is not None:
-            _check_int("dimensions", self.dimensions, 1, 2**31 - 1)
+            check_int("dimensions", self.dimensions, 1, 2**31 - 1)
         if self.truncate_prompt_tokens is not None:
-            _check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, 2**31 - 1)
+            check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, 2**31 - 1)
             if self.truncate_prompt_tokens == 0:
                 raise RequestError(
                     "truncate_prompt_tokens=0 leaves nothing; give at least 1, or -1 for as many as fit",

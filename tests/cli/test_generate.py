@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
 
 from pagemill.cli import main
 from pagemill.cli.generate import AnswerFile
@@ -52,6 +54,64 @@ def test_the_three_forms_are_answered_in_openais_shapes(model: Path, tmp_path: P
         "role": "assistant",
         "content": by_line[2]["choices"][0]["message"]["content"],
     }
+
+
+@pytest.mark.parametrize("logprobs", [{}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2}])
+def test_openais_own_types_read_the_answers(model: Path, tmp_path: Path, logprobs: dict[str, Any]) -> None:
+    batch = {"custom_id": "b", "url": "/v1/chat/completions", "body": {**CHAT, **logprobs, "model": str(model)}}
+    columns = {"logprobs": logprobs.get("top_logprobs", 0)} if logprobs else {}
+    _, answers = generate(model, [{**PROMPT, **columns}, {**CHAT, **logprobs}, batch], tmp_path)
+    by_line = {answer["line"]: answer for answer in answers}
+    text = Completion.model_validate(by_line[1], strict=True).choices[0]
+    chats = [ChatCompletion.model_validate(each) for each in (by_line[2], by_line[3]["response"]["body"])]
+    assert len({chat.id for chat in chats}) == 2
+    for chat in chats:
+        found = chat.choices[0].logprobs
+        assert (found is not None) == bool(logprobs)
+        if found is not None:
+            assert found.content is not None
+            assert "".join(each.token for each in found.content) == chat.choices[0].message.content
+            assert [len(each.top_logprobs) for each in found.content] == [logprobs.get("top_logprobs", 0)] * 4
+    assert (text.logprobs is not None) == bool(logprobs)
+    if text.logprobs is not None:
+        assert text.logprobs.tokens is not None
+        assert "".join(text.logprobs.tokens) == text.text
+
+
+def test_the_http_apis_constraints_hold_beside_a_prompt(model: Path, tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    free = {"temperature": 0, "max_tokens": 60}
+    lines = [
+        {"prompt": "the fox", **free, "guided_choice": ["dog", "cat"]},
+        {"prompt": "the fox", **free, "structured_outputs": {"regex": "[0-9]{3}"}},
+        {"messages": CHAT["messages"], **free, "response_format": wanted, "tool_choice": "auto"},
+        {"body": {"messages": CHAT["messages"], **free, "response_format": wanted, "parallel_tool_calls": True}},
+    ]
+    code, answers = generate(model, lines, tmp_path)
+    assert code == 0, answers
+    by_line = {answer["line"]: answer for answer in answers}
+    assert by_line[1]["choices"][0]["text"] in {"dog", "cat"}
+    assert by_line[2]["choices"][0]["text"].isdigit()
+    for body in (by_line[3], by_line[4]["response"]["body"]):
+        assert json.loads(body["choices"][0]["message"]["content"]) in ({"a": 1}, {"a": 2})
+
+
+def test_what_a_line_cannot_have_is_said_in_few_words(model: Path, tmp_path: Path) -> None:
+    lines = [
+        ({**PROMPT, "best_of": 3}, "best_of is for servers only"),
+        ({**CHAT, "tool_choice": "required"}, "tool_choice is for servers only"),
+        ({**PROMPT, "temprature": 1}, "did you mean temperature"),
+        ({**PROMPT, "model": "gpt-4o"}, "'gpt-4o' is not the one that runs"),
+        ({**CHAT, "response_format": {"type": "yaml"}}, "response_format"),
+        ({**CHAT, "response_format": {"type": "json_object"}, "guided_regex": "a"}, "exclude each other"),
+    ]
+    code, answers = generate(model, [line for line, _ in lines], tmp_path)
+    assert code == 1
+    messages = {answer["line"]: answer["error"]["message"] for answer in answers}
+    for number, (_, part) in enumerate(lines, start=1):
+        assert part in messages[number]
+        assert len(messages[number]) < 200
 
 
 def test_bad_lines_become_errors_and_the_others_are_answered(

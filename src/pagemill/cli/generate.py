@@ -23,7 +23,15 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, Protocol, Self
 
 from pagemill.cli.arguments import add_config_flags, config_from
-from pagemill.cli.batch_lines import BatchLine, answer, failure, parse_line, sampling_params, template_options
+from pagemill.cli.batch_lines import (
+    BatchLine,
+    answer,
+    conversation,
+    failure,
+    parse_line,
+    sampling_params,
+    template_options,
+)
 from pagemill.cli.sampling_flags import add_sampling_flags, sampling_values
 from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError, PagemillError, RequestError
@@ -244,8 +252,8 @@ class _Batch:
     def run(self, source: BinaryIO, num_lines: int | None) -> None:
         """Answer every line that is not answered yet."""
         with self._progress(num_lines) as progress:
-            for line, result in self._llm.complete(self._requests(source)):
-                self._take(line, result)
+            for (line, params), result in self._llm.complete(self._requests(source)):
+                self._take(line, params, result)
                 progress.update(len(self._answers.done) + self.num_done + self.num_failed)
 
     def _progress(self, num_lines: int | None) -> AbstractContextManager[_Progress]:
@@ -256,14 +264,14 @@ class _Batch:
 
         return RequestProgress(num_lines, self._llm.metrics)
 
-    def _take(self, line: BatchLine, result: RequestOutput | PagemillError) -> None:
+    def _take(self, line: BatchLine, params: SamplingParams, result: RequestOutput | PagemillError) -> None:
         if isinstance(result, PagemillError):
             self._fail(line.number, line.custom_id, result)
             return
         self.num_done += 1
-        self._answers.write(answer(line, result, self._llm.text.name))
+        self._answers.write(answer(line, result, params, self._llm.text.name, self._llm.tokenizer))
 
-    def _requests(self, source: BinaryIO) -> Iterator[tuple[BatchLine, Prompt, SamplingParams]]:
+    def _requests(self, source: BinaryIO) -> Iterator[tuple[tuple[BatchLine, SamplingParams], Prompt, SamplingParams]]:
         for number, raw in enumerate(source, start=1):
             if not raw.strip():
                 continue
@@ -275,7 +283,9 @@ class _Batch:
                     self._remember(line)
                     continue
                 self._remember(line)
-                request = line, self._prompt(line), self._params(line)
+                self._check_model(line)
+                params = self._params(line)
+                request = (line, params), self._prompt(line), params
             except UnicodeDecodeError as error:
                 self._fail(number, None, RequestError(f"the line is not UTF-8: {error}"))
             except RequestError as error:
@@ -292,16 +302,19 @@ class _Batch:
                 f"custom_id {line.custom_id!r} is used by line {first} already; ids must be unique", param="custom_id"
             )
 
+    def _check_model(self, line: BatchLine) -> None:
+        """As a server does: absent means the one there is, any other name must be its."""
+        name, model = line.body.get("model"), self._llm.text.name
+        if name and name != model:
+            raise RequestError(f"the model {str(name)[:200]!r} is not the one that runs, {model!r}", param="model")
+
     def _prompt(self, line: BatchLine) -> Prompt:
         if not line.is_chat:
             prompt = line.body["prompt"]
             if isinstance(prompt, str) or (isinstance(prompt, list) and all(type(each) is int for each in prompt)):
                 return prompt
             raise RequestError("prompt must be a string or a list of token ids; one prompt a line", param="prompt")
-        messages = line.body["messages"]
-        if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
-            raise RequestError("messages must be a list of objects", param="messages")
-        rendered = self._llm.text.render_chat(messages, **template_options(line))
+        rendered = self._llm.text.render_chat(conversation(line), **template_options(line))
         return {"prompt": rendered, "add_special_tokens": False}
 
     def _params(self, line: BatchLine) -> SamplingParams:

@@ -363,7 +363,8 @@ class LLM:
         if given is None:
             given = self.get_default_sampling_params()
         if not isinstance(given, list | tuple):
-            return [given] * count  # type: ignore[list-item]  (whatever it is: the input checks it)
+            only: Any = given  # whatever it is, the input checks it
+            return [only] * count
         if len(given) != count:
             raise RequestError(
                 f"{count} prompts but {len(given)} sampling_params; give one for all or one per prompt",
