@@ -291,7 +291,7 @@ def _announce(context: ServerContext, listener: socket.socket, phases: _Phases) 
     pooling = context.engine.pooling
     path, body = (
         "chat/completions",
-        '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0.2}',
+        '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 100}',
     )
     if pooling is not None and pooling.num_scores:
         path, body = "score", '{"text_1": "Why is the sky blue?", "text_2": ["Light scatters.", "Grass is green."]}'

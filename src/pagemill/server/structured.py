@@ -1,7 +1,7 @@
 """Structured output as HTTP requests ask for it: OpenAI's response_format and vLLM's structured_outputs and guided_*.
 
-Owns these fields, of HTTP requests and of files, and how they become one :class:`StructuredOutputsParams`. A JSON schema
-is enforced unless it says ``strict: false``; that one goes into the prompt and no further. Must not compile: the
+Owns these fields, of HTTP requests and of files, and how they become one :class:`StructuredOutputsParams`. A JSON
+schema is enforced unless it says ``strict: false``; that one goes into the prompt and no further. Must not compile: the
 engine's front does that.
 """
 
