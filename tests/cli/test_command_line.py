@@ -48,6 +48,17 @@ def test_an_unknown_verb_names_the_known_ones(capsys: pytest.CaptureFixture[str]
         (["serve", "--dtype", "int3"], "bfloat16"),
         (["serve", "--no-such-flag"], "--no-such-flag"),
         (["serve", "--max-num-seqs", "0"], "max-num-seqs"),
+        (["bench", "latency", "--repetitions", "0"], "0 is too small; the least is 1"),
+        (["bench", "serve", "--repetitions", "-3"], "the least is 1"),
+        (["bench", "throughput", "--work", "w1,w9"], "'w9' is no workload"),
+        (["bench", "serve", "--work", "w4:0"], "the rate must be a number above 0"),
+        (["bench", "serve", "--work", "w4:fast"], "the rate must be a number above 0"),
+        (["bench", "latency", "--max-model-length", "3"], "did you mean --max-model-len"),
+        (["generate", "/no/such/model", "-i", "/dev/null"], "no model"),
+        (
+            ["generate", "-i", "/dev/null", "--tokenizer", "/nonexist"],
+            "--tokenizer='/nonexist': no such folder or file",
+        ),
     ],
 )
 def test_a_wrong_flag_is_one_line_and_exit_code_2(
@@ -166,6 +177,14 @@ def test_help_shows_each_fields_docstring(capsys: pytest.CaptureFixture[str]) ->
     for flag in [*flags(EngineConfig), *flags(ServerConfig)]:
         assert "--" + flag.name.replace("_", "-") in shown
         assert " ".join(flag.help.split())[:24] in shown
+
+
+def test_bench_serve_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    monkeypatch.delitem(sys.modules, "pagemill.bench.client", raising=False)
+    monkeypatch.delattr("pagemill.bench.client", raising=False)
+    assert main(["bench", "serve"]) == 2
+    assert "pip install 'pagemill[bench]'" in capsys.readouterr().err
 
 
 def test_help_imports_neither_torch_nor_http() -> None:

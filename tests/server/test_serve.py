@@ -276,6 +276,6 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pagemill", "serve", str(tmp_path / "none"), "--port", "0"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert ended.stderr.strip().count("\n") == 0, ended.stderr
     assert "none" in ended.stderr

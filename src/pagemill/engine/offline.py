@@ -23,7 +23,7 @@ from pagemill.engine.detokenizer import Vocabulary
 from pagemill.engine.input import InputProcessor, PreparedRequest
 from pagemill.engine.metrics import Metrics, RunStats
 from pagemill.engine.output import OutputKind, OutputProcessor, RequestState
-from pagemill.engine.pooling import Comparison, PoolingPrompt, PoolingTexts, check_embeds, embedding
+from pagemill.engine.pooling import Comparison, PoolingPrompt, PoolingTexts, check_embeds, check_generates, embedding
 from pagemill.engine.text import ModelText
 from pagemill.engine.wire import StepOutputs
 from pagemill.errors import ConfigError, EngineDeadError, PagemillError, RequestError, did_you_mean
@@ -137,6 +137,7 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several."""
+        check_generates(self.model_config.pooling)
         if not isinstance(messages, list | tuple):
             raise RequestError(
                 f"messages is of type {type(messages).__name__}; it must be a list of messages, such as"
