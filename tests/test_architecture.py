@@ -14,12 +14,13 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "pagemill"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-FOUNDATION = {"errors", "config", "params", "model_config", "__init__"}
+FOUNDATION = {"errors", "config", "params", "param_types", "model_config", "__init__"}
 # room -> rooms it may import; itself and the foundation always
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "config": set(),
     "params": set(),
+    "param_types": set(),
     "model_config": set(),
     "platform": set(),
     "memory_plan": {"platform", "core"},

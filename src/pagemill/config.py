@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 import os
+import re
 import textwrap
 import typing
 from dataclasses import dataclass, field
@@ -20,11 +21,14 @@ from typing import Any
 from pagemill.errors import ConfigError
 from pagemill.params import LOGPROBS_MODES
 
-__all__ = ["EngineConfig", "Flag", "ServerConfig", "cache_dir", "docstrings", "flags", "offline"]
+__all__ = ["EngineConfig", "Flag", "ServerConfig", "cache_dir", "docstrings", "flags", "human_int", "offline"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The embedded default; see models/sources.py."""
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "phi4_mini_json", "granite", "json")
+DTYPES = {"half": "float16", "float": "float32"}
+"""vLLM's other names."""
+ORIGIN = (r"\*|[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#@]+", "* or scheme://host[:port], such as https://example.org")
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1", "mistral")
 
 
@@ -34,15 +38,53 @@ def knob(
     low: float | None = None,
     high: float | None = None,
     choices: tuple[str, ...] | None = None,
+    form: tuple[str, str] | None = None,
     secret: bool = False,
 ) -> Any:
-    """A field with its bounds (inclusive). A secret one is not part of the text that stands for the config."""
-    return field(default=default, repr=not secret, metadata={"low": low, "high": high, "choices": choices})
+    """A field with its bounds (inclusive). A secret one is not part of the text that stands for the config.
+
+    ``form``: a regular expression that each of its texts matches, and what that means in words.
+    """
+    bounds = {"low": low, "high": high, "choices": choices, "form": form}
+    return field(default=default, repr=not secret, metadata=bounds)
+
+
+_INT = re.compile(r"([-+]?\d[\d_]*(?:\.\d+)?)([kKmMgGtT]?)")
+_FACTORS = {"": 1, **{unit: 1000 ** (i + 1) for i, unit in enumerate("kmgt")}}
+_FACTORS |= {unit: 1024 ** (i + 1) for i, unit in enumerate("KMGT")}
+
+
+def human_int(text: str) -> int:
+    """``4096``, ``4k`` (4,000), ``4K`` (4,096), ``1.5G``: as vLLM reads them. Raises ValueError."""
+    match = _INT.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a whole number (4096, 4k = 4000, 4K = 4096, 2G)")
+    number, unit = match.groups()
+    if not unit and "." in number:
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(float(number) * _FACTORS[unit]) if "." in number else int(number) * _FACTORS[unit]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How the model runs and how its memory is used."""
+    """How the model runs and how its memory is used.
+
+    Whole numbers may be written as on the command line ("4k"), and types under vLLM's other names (half, float).
+    """
+
+    def __post_init__(self) -> None:
+        """Settle what may be written in several ways; :func:`validate` checks it."""
+        for name, hint in typing.get_type_hints(EngineConfig).items():
+            value = getattr(self, name)
+            if isinstance(value, str) and int in (hint, *typing.get_args(hint)):
+                try:
+                    object.__setattr__(self, name, human_int(value))
+                except ValueError as error:
+                    raise ConfigError(f"{_option(name)}={error}") from None
+        for name in ("dtype", "kv_cache_dtype"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                object.__setattr__(self, name, DTYPES.get(value, value))
 
     model: str = knob(DEFAULT_MODEL)
     """Folder, .gguf file, hub id, or the embedded default."""
@@ -111,18 +153,19 @@ class ServerConfig:
     served_model_name: str | None = knob(None)
     """Name that clients use. Default: the model's own."""
     api_key: tuple[str, ...] = knob((), secret=True)
-    """Keys that clients must send as a bearer token. None: no key is asked for. Others can see a command line: prefer
-    --api-key-file."""
+    """Key that clients must send as a bearer token; repeat the flag for more. None: no key is asked for. Others can see
+    a command line: prefer --api-key-file."""
     api_key_file: str | None = knob(None)
     """File with a key a line, or name:sha256 (the key's hash); read again on SIGHUP and when it changes."""
     share_prefix_cache: bool = knob(False)
     """Let requests with different API keys find each other's cached prefixes (and tell, by time, what others asked)."""
-    allowed_origins: tuple[str, ...] = knob(())
-    """Web sites whose pages may use the server from a browser (CORS); * for all. None: only its own page."""
+    allowed_origins: tuple[str, ...] = knob((), form=ORIGIN)
+    """Web site whose pages may use the server from a browser (CORS), as scheme://host[:port]; * for all. Repeat the
+    flag for more, or give a JSON list. None: only its own page."""
     allowed_methods: tuple[str, ...] = knob(("*",))
-    """HTTP methods that those pages may use."""
+    """HTTP method that those pages may use; repeat the flag for more, or give a JSON list."""
     allowed_headers: tuple[str, ...] = knob(("*",))
-    """Request headers that those pages may send."""
+    """Request header that those pages may send; repeat the flag for more, or give a JSON list."""
     allow_credentials: bool = knob(False)
     """Let those pages send what the browser has stored for this server."""
     ssl_certfile: str | None = knob(None)
@@ -189,6 +232,16 @@ class Flag:
     default: Any
     choices: tuple[str, ...] | None
     help: str
+    secret: bool
+
+    @property
+    def option(self) -> str:
+        """As it is written on the command line."""
+        return _option(self.name)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 @functools.cache
@@ -208,7 +261,7 @@ def docstrings(cls: type) -> dict[str, str]:
     return docs
 
 
-def flags(cls: type) -> list[Flag]:
+def flags(cls: type) -> tuple[Flag, ...]:
     """The fields of a config class as flags, in order."""
     hints = typing.get_type_hints(cls)
     found = []
@@ -220,10 +273,17 @@ def flags(cls: type) -> list[Flag]:
         base = parts[0] if repeated or optional else hint
         found.append(
             Flag(
-                item.name, base, optional, repeated, item.default, item.metadata["choices"], docstrings(cls)[item.name]
+                name=item.name,
+                type=base,
+                optional=optional,
+                repeated=repeated,
+                default=item.default,
+                choices=item.metadata["choices"],
+                help=docstrings(cls)[item.name],
+                secret=not item.repr,
             )
         )
-    return found
+    return tuple(found)
 
 
 def validate(config: EngineConfig | ServerConfig) -> None:
@@ -231,11 +291,16 @@ def validate(config: EngineConfig | ServerConfig) -> None:
     hints = typing.get_type_hints(type(config))
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
-        name = "--" + item.name.replace("_", "-")
+        name = _option(item.name)
         if not _has_type(value, hints[item.name]):
             raise ConfigError(f"{name}={value!r} has the wrong type; it must be {_type_name(hints[item.name])}")
         if value is None:
             continue
+        if item.metadata["form"] is not None:
+            pattern, words = item.metadata["form"]
+            for part in value:
+                if not re.fullmatch(pattern, part):
+                    raise ConfigError(f"{name}={part!r} must be {words}")
         low, high, choices = item.metadata["low"], item.metadata["high"], item.metadata["choices"]
         if choices is not None and value not in choices:
             raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(choices)}")

@@ -25,6 +25,8 @@ A message is one line: what was given, what the limit is, and how to mend it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 __all__ = [
     "ConfigError",
     "EngineDeadError",
@@ -43,6 +45,7 @@ __all__ = [
     "RequestTimeoutError",
     "ShuttingDownError",
     "UnsupportedModelError",
+    "did_you_mean",
 ]
 
 
@@ -138,3 +141,11 @@ class ShuttingDownError(EngineError):
     """The server is draining and takes no new requests."""
 
     status = 503
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """For the end of a message about an unknown name: the close ones, or nothing."""
+    from difflib import get_close_matches  # only where something is wrong already
+
+    close = get_close_matches(name, list(known), n=3, cutoff=0.7)
+    return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -7,14 +7,14 @@ process boundaries and are read by the pure core.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, Self
 
 import msgspec
 
-from pagemill.errors import RequestError
+from pagemill.errors import RequestError, did_you_mean
+from pagemill.param_types import check_float, check_int, check_types, settle
 
 __all__ = [
     "BeamSearchParams",
@@ -84,25 +84,16 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     min_tokens: int = 0
     """The engine's own: ``SamplingParams.min_tokens``, kept only as long as the grammar can go on."""
 
+    def __post_init__(self) -> None:
+        """Lists become tuples; None is the default."""
+        settle(self)
+
     def verify(self) -> None:
         """Raise :class:`RequestError` unless exactly one form is given, of the right type."""
-        types = {
-            "json": str | dict,
-            "regex": str,
-            "choice": tuple | list,
-            "grammar": str,
-            "llguidance": str,
-            "structural_tag": str | dict,
-            "whitespace_pattern": str,
-        }
-        given = [name for name in types if getattr(self, name) is not None]
-        for name in given:
-            if not isinstance(getattr(self, name), types[name]):
-                raise RequestError(
-                    f"structured_outputs.{name} has the wrong type {type(getattr(self, name)).__name__}",
-                    param="structured_outputs",
-                )
-        given = [name for name in given if name != "whitespace_pattern"] + (["json_object"] if self.json_object else [])
+        check_types(self, "structured_outputs.", "structured_outputs")
+        forms = ("json", "regex", "choice", "grammar", "llguidance", "structural_tag")
+        given = [name for name in forms if getattr(self, name) is not None]
+        given += ["json_object"] if self.json_object else []
         if len(given) != 1:
             raise RequestError(
                 "structured_outputs needs exactly one of json, regex, choice, grammar, json_object and structural_tag;"
@@ -133,8 +124,10 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose tokens, and when to stop. Names, defaults and meanings are vLLM's.
 
-    Build one with :meth:`create` (or the constructor followed by :meth:`verify`) to have every bound checked;
-    :class:`~pagemill.errors.RequestError` names the parameter, the value and the limit.
+    The constructor settles what may be written in several ways: a lone stop string or bad word is one string, lists
+    become tuples, None is the default, a dict of structured outputs is the object. It checks no bounds; :meth:`verify`
+    does (every engine calls it, and :meth:`create`): :class:`~pagemill.errors.RequestError` names the parameter, the
+    value and the limit.
     """
 
     n: int = 1
@@ -197,38 +190,37 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @classmethod
     def create(cls, **values: Any) -> Self:
-        """Build and verify. Lists become tuples; a lone stop string becomes a tuple of one."""
-        for name in ("stop", "bad_words"):
-            if isinstance(values.get(name), str):
-                values[name] = (values[name],)
-        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logprob_token_ids"):
-            if isinstance(values.get(name), list):
-                values[name] = tuple(values[name])
-            elif values.get(name, 0) is None and name not in ("allowed_token_ids", "logprob_token_ids"):
-                values[name] = ()
-        structured = values.get("structured_outputs")
-        if isinstance(structured, dict):
-            values["structured_outputs"] = _structured(structured)
-        if values.get("logit_bias", 0) is None:
-            values["logit_bias"] = {}
+        """Build and verify."""
         unknown = sorted(set(values) - set(cls.__struct_fields__))
         if unknown:
             raise RequestError(
-                f"unknown sampling parameter {unknown[0]!r}; known: {', '.join(cls.__struct_fields__)}",
+                f"unknown sampling parameter {unknown[0][:100]!r}{did_you_mean(unknown[0], cls.__struct_fields__)}",
                 param=unknown[0],
             )
         params = cls(**values)
         params.verify()
         return params
 
+    def __post_init__(self) -> None:
+        """Settle what may be written in several ways."""
+        for name in ("stop", "bad_words"):
+            if isinstance(getattr(self, name), str):
+                msgspec.structs.force_setattr(self, name, (getattr(self, name),))
+        if isinstance(self.structured_outputs, dict):
+            msgspec.structs.force_setattr(self, "structured_outputs", _structured(self.structured_outputs))
+        if isinstance(self.logit_bias, dict) and any(isinstance(token, str) for token in self.logit_bias):
+            msgspec.structs.force_setattr(self, "logit_bias", {_token_id(k): v for k, v in self.logit_bias.items()})
+        settle(self)
+
     def verify(self) -> None:
-        """Raise :class:`RequestError` for the first parameter out of its bounds."""
+        """Raise :class:`RequestError` for the first parameter of the wrong type or out of its bounds."""
+        check_types(self)
         for name, least, most in _INT_BOUNDS:
             value = getattr(self, name)
             if value is not None:
-                _check_int(name, value, least, most)
+                check_int(name, value, least, most)
         for name, low, high, open_low in _FLOAT_BOUNDS:
-            _check_float(name, getattr(self, name), low, high, open_low=open_low)
+            check_float(name, getattr(self, name), low, high, open_low=open_low)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}", param="min_tokens"
@@ -260,7 +252,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise RequestError("stop strings need detokenize=True; use stop_token_ids instead", param="stop")
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             for token in getattr(self, name) or ():
-                _check_int(name, token, 0, 2**31 - 1)
+                check_int(name, token, 0, 2**31 - 1)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError(
                 "allowed_token_ids is empty; name at least one token or leave it out", param="allowed_token_ids"
@@ -274,8 +266,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                     param="logprob_token_ids",
                 )
         for token, bias in self.logit_bias.items():
-            _check_int("logit_bias", token, 0, 2**31 - 1)
-            _check_float("logit_bias", bias, -100.0, 100.0)
+            check_int("logit_bias", token, 0, 2**31 - 1)
+            check_float("logit_bias", bias, -100.0, 100.0)
 
     def _check_strings(self, name: str, texts: Sequence[object]) -> None:
         if len(texts) > MAX_STRINGS:
@@ -318,31 +310,15 @@ def _structured(values: dict[str, Any]) -> StructuredOutputsParams:
     for name in values:
         if name not in known:
             raise RequestError(
-                f"structured_outputs has the unknown field {name[:100]!r}; known: {', '.join(known)}",
+                f"structured_outputs has the unknown field {str(name)[:100]!r}{did_you_mean(str(name), known)}",
                 param="structured_outputs",
             )
-    if isinstance(values.get("choice"), list):
-        values = values | {"choice": tuple(values["choice"])}
-    if isinstance(values.get("thought"), list):
-        values = values | {"thought": tuple(values["thought"])}
-    return StructuredOutputsParams(**{name: value for name, value in values.items() if value is not None})
+    return StructuredOutputsParams(**values)
 
 
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name}={value!r} must be an integer", param=name)
-    if not low <= value <= high:
-        raise RequestError(f"{name}={value} is out of range; it must be between {low} and {high}", param=name)
-
-
-def _check_float(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(f"{name}={value!r} must be a number", param=name)
-    below = value <= low if open_low else value < low
-    if below or value > high or not abs(value) <= sys.float_info.max:  # NaN, infinities, and integers beyond
-        least = f"more than {low:g}" if open_low else f"at least {low:g}"
-        most = "finite" if math.isinf(high) else f"at most {high:g}"
-        raise RequestError(f"{name}={value} is out of range; it must be {least} and {most}", param=name)
+def _token_id(key: object) -> object:
+    """JSON's keys are strings."""
+    return int(key) if isinstance(key, str) and key.isascii() and key.strip().isdigit() and len(key) <= 10 else key
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -360,13 +336,14 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
     """As in :class:`SamplingParams`."""
 
     def verify(self) -> None:
-        """Raise :class:`RequestError` for the first parameter out of its bounds."""
-        _check_int("beam_width", self.beam_width, 1, MAX_LOGPROBS)
+        """Raise :class:`RequestError` for the first parameter of the wrong type or out of its bounds."""
+        check_types(self)
+        check_int("beam_width", self.beam_width, 1, MAX_LOGPROBS)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 0, 2**31 - 1)
+            check_int("max_tokens", self.max_tokens, 0, 2**31 - 1)
         if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _check_float("length_penalty", self.length_penalty, -10.0, 10.0)
+            check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        check_float("length_penalty", self.length_penalty, -10.0, 10.0)
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -428,11 +405,12 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     without it."""
 
     def verify(self) -> None:
-        """Raise :class:`RequestError` for the first parameter out of its bounds."""
+        """Raise :class:`RequestError` for the first parameter of the wrong type or out of its bounds."""
+        check_types(self)
         if self.dimensions is not None:
-            _check_int("dimensions", self.dimensions, 1, 2**31 - 1)
+            check_int("dimensions", self.dimensions, 1, 2**31 - 1)
         if self.truncate_prompt_tokens is not None:
-            _check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, 2**31 - 1)
+            check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, 2**31 - 1)
             if self.truncate_prompt_tokens == 0:
                 raise RequestError(
                     "truncate_prompt_tokens=0 leaves nothing; give at least 1, or -1 for as many as fit",

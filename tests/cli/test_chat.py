@@ -111,3 +111,34 @@ def test_a_real_model_answers_until_the_end_of_input(
     engine = ["--dtype", "float32", "--num-threads", "1", "--num-gpu-blocks-override", "64"]
     assert main(["chat", str(model), "--max-tokens", "4", *engine]) == 0
     assert capsys.readouterr().out.count("\n") >= 1
+
+
+ENGINE = ["--dtype", "float32", "--num-threads", "1", "--num-gpu-blocks-override", "64"]
+
+
+def test_a_model_that_makes_vectors_is_refused_before_the_first_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_llama(tmp_path / "tiny-llama")
+    monkeypatch.setattr("builtins.input", lambda prompt: pytest.fail("it asked for a message"))
+    assert main(["chat", str(model), "--runner", "pooling", *ENGINE]) == 2
+    assert "makes vectors and no text" in capsys.readouterr().err
+
+
+def test_a_template_may_be_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_llama(tmp_path / "tiny-llama")
+    lines = iter(["hi", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    refusing = "{{ raise_exception('asked with ' ~ messages[0].content) }}"
+    assert main(["chat", str(model), "--chat-template", refusing, *ENGINE]) == 0
+    assert "asked with hi" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["chat", "serve"])
+def test_a_template_that_does_not_compile_ends_the_start(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, "/no/such/model", "--chat-template", "{% for message in %}"]) == 2
+    shown = capsys.readouterr().err
+    assert "--chat-template does not compile: line 1" in shown
+    assert shown.count("pagemill:") == 1

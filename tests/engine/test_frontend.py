@@ -226,12 +226,13 @@ async def test_shutdown_lets_open_requests_finish_and_takes_no_new_ones(tiny_con
         os.kill(pid, 0)
 
 
-async def test_shutdown_without_patience_aborts_what_is_open(tiny_config: EngineConfig) -> None:
+async def test_shutdown_without_patience_ends_what_is_open_with_an_error(tiny_config: EngineConfig) -> None:
     engine = await AsyncLLM.start(tiny_config)
     stream = await engine.submit("the fox", LONG, "r")
     await engine.shutdown()
-    last = [output async for output in stream][-1]
-    assert last.outputs[0].finish_reason is FinishReason.ABORT
+    with pytest.raises(ShuttingDownError, match="before the request was done"):
+        _ = [output async for output in stream]
+    assert engine.metrics.finished(FinishReason.ABORT) == 1
 
 
 async def test_what_keeps_the_engine_from_starting_is_raised_as_what_it_is(tiny_config: EngineConfig) -> None:

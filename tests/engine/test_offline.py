@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from pagemill.config import EngineConfig
 from pagemill.engine.offline import LLM
 from pagemill.errors import ConfigError, EngineDeadError, PromptTooLongError, RequestError
-from pagemill.params import FinishReason, SamplingParams
+from pagemill.params import FinishReason, SamplingParams, StructuredOutputsParams
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
@@ -35,9 +37,86 @@ def test_prompts_come_as_text_ids_or_dicts_alone_or_in_lists(llm: LLM) -> None:
     assert all(output.outputs[0].token_ids == expected for output in [*together, *(each[0] for each in alone)])
 
 
-def test_an_unknown_engine_option_is_named_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'max_seqs'; known: .*max_num_seqs"):
+def test_an_unknown_engine_option_is_named_with_the_close_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'max_seqs'; did you mean .*max_num_seqs") as refused:
         LLM("any", max_seqs=3)
+    assert len(str(refused.value)) < 100
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"stop": "Paris"}, {"stop": ("Paris",)}),
+        ({"bad_words": "Paris"}, {"bad_words": ("Paris",)}),
+        ({"stop": ["a", "b"]}, {"stop": ("a", "b")}),
+        ({"allowed_token_ids": [1, 2]}, {"allowed_token_ids": (1, 2)}),
+        ({"stop": None, "stop_token_ids": None, "bad_words": None, "logit_bias": None}, {}),
+        ({"temperature": None, "n": None, "top_k": None, "min_tokens": None, "detokenize": None}, {}),
+        ({"logit_bias": {"5": 1.0}}, {"logit_bias": {5: 1.0}}),
+        (
+            {"structured_outputs": {"choice": ["yes", "no"]}},
+            {"structured_outputs": StructuredOutputsParams(choice=("yes", "no"))},
+        ),
+    ],
+)
+def test_a_parameter_may_be_written_as_callers_write_it(given: dict[str, Any], meant: dict[str, Any]) -> None:
+    assert SamplingParams(**given) == SamplingParams(**meant)
+    SamplingParams(**given).verify()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"stop": 5}, "stop=5 must be a list of strings"),
+        ({"stop": [5]}, "stop holds 5"),
+        ({"logit_bias": [1]}, r"logit_bias=\[1\] must be an object"),
+        ({"logit_bias": {"x": 1}}, "logit_bias='x' must be an integer"),
+        ({"stop_token_ids": 5}, "stop_token_ids=5 must be a list of integers"),
+        ({"allowed_token_ids": 5}, "allowed_token_ids=5 must be a list of integers"),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex=5 must be a string"),
+        ({"structured_outputs": 5}, "structured_outputs=5 must be an object"),
+        ({"temperature": "hot"}, "temperature='hot' must be a number"),
+        ({"ignore_eos": 1}, "ignore_eos=1 must be true or false"),
+        ({"n": 1.5}, "n=1.5 must be an integer"),
+        ({"stop": "x" * 500, "truncation_side": ["y" * 500]}, r"truncation_side=\['yyy.*\.\.\. must be a string"),
+    ],
+)
+def test_a_parameter_of_the_wrong_type_is_named(llm: LLM, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message) as refused:
+        llm.generate("a", SamplingParams(**given), use_tqdm=False)
+    assert refused.value.param in given
+
+
+def test_an_unknown_parameter_is_named_with_the_close_ones_only() -> None:
+    with pytest.raises(RequestError, match="did you mean temperature") as refused:
+        SamplingParams.create(temprature=1)
+    assert len(str(refused.value)) < 100
+    with pytest.raises(RequestError, match=r"'regx'; did you mean regex\?"):
+        SamplingParams(structured_outputs={"regx": "a"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompts", [None, 5, [None], [["a"]], b"bytes"])
+def test_what_is_no_prompt_is_named(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(RequestError, match="prompt") as refused:
+        llm.generate(prompts, PARAMS, use_tqdm=False)
+    assert refused.value.param == "prompt"
+
+
+def test_parameters_of_the_wrong_kind_and_messages_of_none_are_named(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"sampling_params is of type dict; it must be SamplingParams"):
+        llm.generate("a", {"max_tokens": 2}, use_tqdm=False)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"sampling_params is of type str"):
+        llm.generate(["a"], ["b"], use_tqdm=False)  # type: ignore[list-item]
+    for messages in (None, "Hi", 5):
+        with pytest.raises(RequestError, match="it must be a list of messages"):
+            llm.chat(messages, PARAMS, use_tqdm=False)  # type: ignore[arg-type]
+
+
+def test_a_lone_stop_string_ends_the_output_where_it_stands_whole(llm: LLM) -> None:
+    free = llm.generate("the fox", PARAMS, use_tqdm=False)[0].outputs[0].text
+    stop = free[2:5]
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, stop=stop)  # type: ignore[arg-type]
+    assert llm.generate("the fox", params, use_tqdm=False)[0].outputs[0].text == free[: free.index(stop)]
 
 
 def test_results_are_in_the_prompts_order_whatever_finishes_first(llm: LLM) -> None:
@@ -144,3 +223,11 @@ def test_an_engine_that_failed_says_so_and_takes_no_more(tiny_config: EngineConf
             broken.generate("the fox", PARAMS, use_tqdm=False)
         with pytest.raises(EngineDeadError, match="ZeroDivisionError: in the middle"):
             broken.generate("the fox", PARAMS, use_tqdm=False)
+
+
+def test_a_model_that_makes_vectors_neither_generates_nor_chats(tiny_config: EngineConfig) -> None:
+    with LLM.from_config(dataclasses.replace(tiny_config, runner="pooling")) as llm:
+        with pytest.raises(RequestError, match="makes vectors and no text"):
+            llm.generate("hi", use_tqdm=False)
+        with pytest.raises(RequestError, match="makes vectors and no text"):
+            llm.chat([{"role": "user", "content": "hi"}], use_tqdm=False)

@@ -34,7 +34,7 @@ async def refused(served: Served, path: str, body: Any, status: int = 400) -> di
     ("field", "value", "words"),
     [
         ("temperature", "hot", "a number"),
-        ("temperature", -1, "at least 0"),
+        ("temperature", -1, "between 0 and 2"),
         ("temperature", 50, "between 0 and 2"),
         ("temperature", True, "a number"),
         ("top_p", 0, "more than 0"),
@@ -283,3 +283,10 @@ async def test_a_body_of_exactly_the_limit_is_read(narrow: Served) -> None:
     answer = await narrow.http.post(COMPLETIONS, content=body)
     assert answer.status_code == 400
     assert "512" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "-0.1", "2.1"])
+async def test_every_temperature_that_is_refused_is_refused_with_the_same_limit(served: Served, value: str) -> None:
+    answer = await served.http.post(COMPLETIONS, content=f'{{"prompt": "a", "temperature": {value}}}')
+    assert answer.status_code == 400
+    assert "it must be between 0 and 2" in answer.json()["error"]["message"]

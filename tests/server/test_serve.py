@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -189,16 +191,36 @@ def test_requests_are_logged_as_lines_of_json_without_content(checkpoint: Path) 
     assert "wrong-key" not in text
 
 
-def test_sigterm_without_patience_ends_open_requests(checkpoint: Path) -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_sigterm_without_patience_ends_open_streams_with_an_error(checkpoint: Path, path: str) -> None:
     flags = [*FLAGS, "--shutdown-timeout", "0"]
     with serve_process(str(checkpoint), *flags) as running, httpx.Client(base_url=running.url, timeout=60) as http:
-        body = {"prompt": "a", "stream": True, "max_tokens": 120, "ignore_eos": True, "n": 64}
-        with http.stream("POST", "/v1/completions", json=body) as answer:
+        asked = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+        body = {**asked, "stream": True, "max_tokens": 80, "ignore_eos": True, "n": 64}
+        with http.stream("POST", path, json=body) as answer:
             lines = answer.iter_lines()
             next(lines)
             running.process.send_signal(signal.SIGTERM)
-            rest = list(lines)
-        assert rest[-2:] == ["data: [DONE]", ""]
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert "shut down" in json.loads(rest[-2].removeprefix("data: "))["error"]["message"]
+        assert "abort" not in "".join(rest)
+        assert running.process.wait(30) == 0
+
+
+def test_sigterm_without_patience_answers_open_requests_503(checkpoint: Path) -> None:
+    flags = [*FLAGS, "--shutdown-timeout", "0"]
+    with serve_process(str(checkpoint), *flags) as running, httpx.Client(base_url=running.url, timeout=60) as http:
+        body = {"prompt": "a", "max_tokens": 120, "ignore_eos": True, "n": 128}
+        with ThreadPoolExecutor() as threads:
+            whole = threads.submit(httpx.post, running.url + "/v1/completions", json=body, timeout=60)
+            deadline = time.monotonic() + 60
+            while not re.search(r"^vllm:num_requests_running\{.*\} [1-9]", http.get("/metrics").text, re.MULTILINE):
+                assert time.monotonic() < deadline
+            running.process.send_signal(signal.SIGTERM)
+            answer = whole.result()
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert "shut down" in answer.json()["error"]["message"]
         assert running.process.wait(30) == 0
 
 
@@ -254,6 +276,6 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pagemill", "serve", str(tmp_path / "none"), "--port", "0"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert ended.stderr.strip().count("\n") == 0, ended.stderr
     assert "none" in ended.stderr

@@ -1,9 +1,9 @@
 """The command line: ``pagemill VERB ...``; one file a verb.
 
-Owns the table of verbs, how errors become one line on stderr, and exit codes: 0 done, 1 it failed, 2 the command or
-its configuration is wrong, 130 interrupted. A verb's module has ``configure(parser)`` and ``run(args) -> int`` and is
-imported only when it is called, so that ``pagemill --help`` answers at once; what is heavy (torch, HTTP) is imported
-inside ``run``.
+Owns the table of verbs, how errors become one line on stderr, and exit codes: 0 done, 1 it failed, 2 the command, its
+configuration or the model that it names is wrong, 130 interrupted. A verb's module has ``configure(parser)`` and
+``run(args) -> int`` and is imported only when it is called, so that ``pagemill --help`` answers at once; what is heavy
+(torch, HTTP) is imported inside ``run``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagemill.cli.arguments import Parser, UsageError
-from pagemill.errors import ConfigError, PagemillError
+from pagemill.errors import ConfigError, ModelError, PagemillError
 
 __all__ = ["VERBS", "Verb", "main"]
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
-    except ConfigError as error:
+    except (ConfigError, ModelError) as error:
         print(f"pagemill: {error}", file=sys.stderr)
         return 2
     except PagemillError as error:

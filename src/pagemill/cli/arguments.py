@@ -7,12 +7,13 @@ docstrings, so that nothing is declared twice. Must not import anything heavy.
 from __future__ import annotations
 
 import argparse
-import re
+import json
 from typing import Any, NoReturn, TypeVar
 
-from pagemill.config import EngineConfig, Flag, ServerConfig, flags, validate
+from pagemill.config import EngineConfig, Flag, ServerConfig, flags, human_int, validate
+from pagemill.errors import did_you_mean
 
-__all__ = ["Parser", "UsageError", "add_config_flags", "config_from", "human_int"]
+__all__ = ["Parser", "UsageError", "add_config_flags", "config_from", "positive", "whole_number"]
 
 ConfigT = TypeVar("ConfigT", EngineConfig, ServerConfig)
 
@@ -29,6 +30,15 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("formatter_class", _HelpFormatter)
         super().__init__(**options)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does, but what is not known is refused here, where the options that may be meant are known."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            word = unknown[0].partition("=")[0]
+            close = did_you_mean(word, self._option_string_actions) if word.startswith("-") else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{close}")
+        return found, unknown
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog}: {message} ({self.prog} --help lists the options)")
 
@@ -38,20 +48,33 @@ class _HelpFormatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=36, width=110, **options)
 
 
-_INT = re.compile(r"([-+]?\d[\d_]*(?:\.\d+)?)([kKmMgGtT]?)")
-_FACTORS = {"": 1, **{unit: 1000 ** (i + 1) for i, unit in enumerate("kmgt")}}
-_FACTORS |= {unit: 1024 ** (i + 1) for i, unit in enumerate("KMGT")}
+def whole_number(text: str) -> int:
+    """:func:`~pagemill.config.human_int`, its error in argparse's form."""
+    try:
+        return human_int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def human_int(text: str) -> int:
-    """``4096``, ``4k`` (4,000), ``4K`` (4,096), ``1.5G``: as vLLM reads them."""
-    match = _INT.fullmatch(text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number (4096, 4k = 4000, 4K = 4096, 2G)")
-    number, unit = match.groups()
-    if not unit and "." in number:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(float(number) * _FACTORS[unit]) if "." in number else int(number) * _FACTORS[unit]
+def positive(text: str) -> int:
+    """A count: 1 or more."""
+    number = whole_number(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is too small; the least is 1")
+    return number
+
+
+def _values(text: str) -> list[str]:
+    """One value, or a JSON list of them, as vLLM has it."""
+    if text.startswith("["):
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = None
+        if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+            raise argparse.ArgumentTypeError(f"{text!r} is no JSON list of strings")
+        return found
+    return [text]
 
 
 def add_config_flags(parser: argparse.ArgumentParser, cls: type[EngineConfig] | type[ServerConfig]) -> None:
@@ -65,19 +88,30 @@ def add_config_flags(parser: argparse.ArgumentParser, cls: type[EngineConfig] | 
 
 
 def _add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
-    name = "--" + flag.name.replace("_", "-")
+    name = flag.option
     help_text = _help(flag)
+    options: dict[str, Any]
     if flag.type is bool:
         group.add_argument(
             name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, dest=flag.name, help=help_text
         )
+        if name == "--enable-log-requests":
+            text = "vLLM's older name for --no-enable-log-requests."
+            options = {"action": "store_false", "default": argparse.SUPPRESS, "dest": flag.name, "help": text}
+            group.add_argument("--disable-log-requests", **options)
         return
-    options: dict[str, Any] = {"dest": flag.name, "default": argparse.SUPPRESS, "help": help_text}
-    options["type"] = human_int if flag.type is int else flag.type
+    options = {"dest": flag.name, "default": argparse.SUPPRESS, "help": help_text}
+    options["type"] = whole_number if flag.type is int else flag.type
     options["metavar"] = "{" + ",".join(flag.choices) + "}" if flag.choices else flag.type.__name__.upper()
     if flag.repeated:
-        options |= {"action": "extend", "nargs": "+", "type": str, "metavar": flag.name.upper()}
+        # One value a flag: with more, the model behind them would be one of them, and the default model served.
+        kind = _key if flag.secret else _values
+        options |= {"action": "extend", "type": kind, "metavar": flag.name.upper()}
     group.add_argument(name, **options)
+
+
+def _key(text: str) -> list[str]:
+    return [text]
 
 
 def _help(flag: Flag) -> str:
@@ -92,8 +126,11 @@ def config_from(args: argparse.Namespace, cls: type[ConfigT]) -> ConfigT:
     given = vars(args)
     values = {flag.name: given[flag.name] for flag in flags(cls) if flag.name in given}
     values |= {flag.name: tuple(values[flag.name]) for flag in flags(cls) if flag.repeated and flag.name in values}
-    if cls is EngineConfig and given.get("model_word") is not None:
-        values["model"] = given["model_word"]
+    word = given.get("model_word")
+    if cls is EngineConfig and word is not None:
+        if values.get("model", word) != word:
+            raise UsageError(f"MODEL={word!r} and --model={values['model']!r} name two models; leave one out")
+        values["model"] = word
     config = cls(**values)
     validate(config)
     return config

@@ -1,22 +1,45 @@
 """One line of a batch file: from JSON to a request, and from an answer back to JSON.
 
 Three forms are read: ``{"prompt": ...}`` and ``{"messages": [...]}``, each with sampling parameters beside it, and
-OpenAI's batch form ``{"custom_id", "url", "body"}``. Answers have OpenAI's shapes. Must not do I/O or know the engine.
+OpenAI's batch form ``{"custom_id", "url", "body"}``. Answers have OpenAI's shapes. Must not do I/O or know the engine;
+what the HTTP API reads and writes the same way is the server's own code, imported where a line needs it.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
+import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pagemill.errors import PagemillError, RequestError
 from pagemill.params import CompletionOutput, RequestOutput, SamplingParams
 
-__all__ = ["BatchLine", "answer", "failure", "parse_line", "sampling_params", "template_options"]
+if TYPE_CHECKING:
+    from pagemill.models.tokenizer import Tokenizer
+    from pagemill.server.structured import Constraints
 
-_IGNORED = {"custom_id", "model", "user", "stream", "metadata", "store"}
-_TEMPLATE = {"tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+__all__ = ["BatchLine", "answer", "conversation", "failure", "parse_line", "sampling_params", "template_options"]
+
+_IGNORED = frozenset(
+    {"custom_id", "line", "model", "user", "stream", "stream_options", "metadata", "store", "service_tier"}
+    | {"safety_identifier", "prompt_cache_key", "verbosity"}
+)
+"""What says nothing about the text of an answer."""
+_TEMPLATE = frozenset({"tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"})
+_CONSTRAINTS = frozenset(
+    {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
+)
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True,),
+    "echo": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+}
+"""The HTTP API's fields that only a server has, and their values that ask for nothing."""
 _URLS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 
 
@@ -67,43 +90,80 @@ def parse_line(number: int, text: str) -> BatchLine:
 
 
 def sampling_params(line: BatchLine, defaults: dict[str, Any]) -> SamplingParams:
-    """The line's parameters over ``defaults``, OpenAI's names read as well."""
+    """The line's parameters over ``defaults``, under the HTTP API's names."""
     given = {name: value for name, value in line.body.items() if value is not None}
-    for name in (*_IGNORED, *_TEMPLATE, "prompt", "messages"):
+    for name in (*_IGNORED, *_TEMPLATE, *_CONSTRAINTS, "prompt", "messages"):
         given.pop(name, None)
+    for name, harmless in _WITHOUT_EFFECT.items():
+        if given.pop(name, harmless[0]) not in harmless:
+            raise RequestError(f"{name} is for servers only; leave it out, or use pagemill serve", param=name)
     if "max_completion_tokens" in given:
         given["max_tokens"] = given.pop("max_completion_tokens")
+    top = given.pop("top_logprobs", None)
     if isinstance(given.get("logprobs"), bool):
-        wanted = given.pop("logprobs")
-        top = given.pop("top_logprobs", 0)
-        if wanted:
-            given["logprobs"] = top
-    if "logit_bias" in given:
-        given["logit_bias"] = _logit_bias(given["logit_bias"])
+        given["logprobs"] = (top or 0) if given["logprobs"] else None
+    elif top is not None:
+        raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
+    constraints = _constraints(line)
+    if constraints is not None:
+        from pagemill.server.structured import structured_outputs
+
+        given["structured_outputs"] = structured_outputs(constraints)
     return SamplingParams.create(**{**defaults, **given})
 
 
-def _logit_bias(value: Any) -> dict[int, float]:
+def _constraints(line: BatchLine) -> Constraints | None:
+    given = {name: line.body[name] for name in _CONSTRAINTS if line.body.get(name) is not None}
+    if not given:
+        return None
+    from pydantic import ValidationError
+
+    from pagemill.server.structured import Constraints
+    from pagemill.server.validation import from_validation
+
     try:
-        return {int(token): bias for token, bias in value.items()}
-    except (AttributeError, ValueError):
-        raise RequestError("logit_bias must be an object from token ids to numbers", param="logit_bias") from None
+        return Constraints.model_validate(given)
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def conversation(line: BatchLine) -> list[dict[str, Any]]:
+    """The line's messages; a schema that is not enforced is part of them."""
+    messages = line.body["messages"]
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        raise RequestError("messages must be a list of objects", param="messages")
+    constraints = _constraints(line)
+    if constraints is None:
+        return messages
+    from pagemill.server.structured import schema_hint, with_hint
+
+    hint = schema_hint(constraints.response_format)
+    return messages if hint is None else with_hint(messages, hint)
 
 
 def template_options(line: BatchLine) -> dict[str, Any]:
     """The line's options for the chat template."""
     options = {name: line.body[name] for name in _TEMPLATE if line.body.get(name) is not None}
-    return {**options, **options.pop("chat_template_kwargs", {})}
+    if line.body.get("tool_choice") == "none":
+        options.pop("tools", None)
+    variables = options.pop("chat_template_kwargs", {})
+    if not isinstance(variables, dict):
+        raise RequestError("chat_template_kwargs must be an object", param="chat_template_kwargs")
+    return {**options, **variables}
 
 
-def answer(line: BatchLine, output: RequestOutput, model: str) -> dict[str, Any]:
+def answer(
+    line: BatchLine, output: RequestOutput, params: SamplingParams, model: str, tokenizer: Tokenizer
+) -> dict[str, Any]:
     """The line of the output file for an answered request."""
     produced = sum(len(each.token_ids) for each in output.outputs)
     prompt = len(output.prompt_token_ids)
     body = {
+        "id": f"{'chatcmpl' if line.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
         "object": "chat.completion" if line.is_chat else "text_completion",
+        "created": int(time.time()),
         "model": model,
-        "choices": [_choice(line, each) for each in output.outputs],
+        "choices": [_choice(line, each, params, tokenizer) for each in output.outputs],
         "usage": {"prompt_tokens": prompt, "completion_tokens": produced, "total_tokens": prompt + produced},
     }
     if line.is_batch_form:
@@ -122,17 +182,22 @@ def _name(number: int, custom_id: str | None) -> dict[str, Any]:
     return {"line": number} if custom_id is None else {"line": number, "custom_id": custom_id}
 
 
-def _choice(line: BatchLine, output: CompletionOutput) -> dict[str, Any]:
+def _choice(line: BatchLine, output: CompletionOutput, params: SamplingParams, tokenizer: Tokenizer) -> dict[str, Any]:
     text = {"message": {"role": "assistant", "content": output.text}} if line.is_chat else {"text": output.text}
-    choice: dict[str, Any] = {"index": output.index, **text, "finish_reason": output.finish_reason}
-    if output.stop_reason is not None:
-        choice["stop_reason"] = output.stop_reason
-    if output.logprobs is not None:
-        choice["logprobs"] = {
-            "tokens": [next(iter(each.values())).decoded_token for each in output.logprobs],
-            "token_logprobs": [next(iter(each.values())).logprob for each in output.logprobs],
-            "top_logprobs": [
-                {str(one.decoded_token): one.logprob for one in each.values()} for each in output.logprobs
-            ],
-        }
-    return choice
+    logprobs = None if output.logprobs is None else _logprobs(line, output, params, tokenizer)
+    choice: dict[str, Any] = {"index": output.index, **text, "logprobs": logprobs}
+    return {**choice, "finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+
+
+def _logprobs(
+    line: BatchLine, output: CompletionOutput, params: SamplingParams, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    from pagemill.server.logprobs import TokenTexts, chat_logprobs, completion_logprobs
+
+    found = output.logprobs or []
+    token_ids = output.token_ids if found else []
+    if line.is_chat:
+        listed = params.logprob_token_ids or ()
+        return chat_logprobs(found, token_ids, params.logprobs or 0, tokenizer, listed=listed)
+    texts = TokenTexts(tokenizer, skip_special_tokens=params.skip_special_tokens)
+    return completion_logprobs(found, token_ids, texts.of_output(token_ids, found))

@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
-from pagemill.cli.arguments import add_config_flags, config_from
+from pagemill.cli.arguments import add_config_flags, config_from, positive
 from pagemill.config import EngineConfig
+from pagemill.errors import ConfigError
 
 __all__ = ["configure", "run"]
 
@@ -36,11 +38,34 @@ def configure(parser: argparse.ArgumentParser) -> None:
     serve.add_argument("--api-key", default=None, help="bearer token")
 
 
+def _works(text: str) -> str:
+    """Refused here, before a model is loaded."""
+    for work in text.split(","):
+        name, colon, rate = work.partition(":")
+        if name not in _NAMES or (colon and name != "w4"):
+            raise argparse.ArgumentTypeError(f"{work!r} is no workload; there are w1, w2, w3 and w4:RATE")
+        try:
+            rate_s = float(rate) if colon else 1.0
+        except ValueError:
+            rate_s = math.nan
+        if not 0 < rate_s < math.inf:
+            raise argparse.ArgumentTypeError(f"{work!r}: the rate must be a number above 0, of requests a second")
+    return text
+
+
+_NAMES = ("w1", "w2", "w3", "w4")
+
+
 def _add_common(parser: argparse.ArgumentParser, work: str) -> None:
     parser.add_argument(
-        "--work", default=work, help="comma-separated workloads: w1, w2, w3, w4:RATE (default: %(default)s)"
+        "--work",
+        default=work,
+        type=_works,
+        help="comma-separated workloads: w1, w2, w3, w4:RATE (default: %(default)s)",
     )
-    parser.add_argument("--repetitions", type=int, default=3, help="fresh text each; the median counts (default: 3)")
+    parser.add_argument(
+        "--repetitions", type=positive, default=3, help="fresh text each; the median counts (default: 3)"
+    )
     parser.add_argument("--json", type=Path, default=None, help="store the whole document here")
 
 
@@ -72,7 +97,13 @@ def _offline(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _serve(args: argparse.Namespace) -> dict[str, Any]:
-    from pagemill.bench import client, report, workloads
+    try:
+        from pagemill.bench import client
+    except ModuleNotFoundError as error:
+        if error.name != "aiohttp":
+            raise
+        raise ConfigError("bench serve needs aiohttp: pip install 'pagemill[bench]'") from None
+    from pagemill.bench import report, workloads
     from pagemill.models.sources import resolve_source
     from pagemill.models.tokenizer import load_tokenizer
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pagemill.cli.arguments import add_config_flags, config_from
 from pagemill.cli.sampling_flags import add_sampling_flags, sampling_values
-from pagemill.config import EngineConfig
-from pagemill.errors import PagemillError
+from pagemill.config import EngineConfig, ServerConfig, docstrings
+from pagemill.errors import ConfigError, PagemillError
 
 if TYPE_CHECKING:
     from pagemill.engine.offline import LLM
@@ -39,6 +40,8 @@ class _Answers(Protocol):
 def configure(parser: argparse.ArgumentParser) -> None:
     """Engine and sampling flags, and the system prompt."""
     parser.add_argument("--system", metavar="TEXT", help="System prompt.")
+    template = docstrings(ServerConfig)["chat_template"]
+    parser.add_argument("--chat-template", metavar="STR", help=template)
     add_sampling_flags(parser)
     add_config_flags(parser, EngineConfig)
 
@@ -49,8 +52,15 @@ def run(args: argparse.Namespace) -> int:
     print(f"loading {config.model} ...", end="", flush=True, file=sys.stderr)
 
     from pagemill.engine.offline import LLM
+    from pagemill.models.chat_template import ChatTemplate, template_source
 
+    given = None if args.chat_template is None else template_source(args.chat_template)
     with LLM.from_config(config) as llm:
+        if llm.model_config.pooling is not None:
+            raise ConfigError(f"{llm.text.name} makes vectors and no text; chat with a model that generates")
+        if given is not None:
+            template = ChatTemplate(given, llm.tokenizer)
+            llm.text = dataclasses.replace(llm.text, chat_template=template)
         print(f"\r{llm.text.name}, {llm.max_model_len} tokens of context. /help lists commands.", file=sys.stderr)
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (line editing and history for input())

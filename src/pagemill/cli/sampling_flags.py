@@ -9,22 +9,22 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from pagemill.cli.arguments import human_int
+from pagemill.cli.arguments import whole_number
 from pagemill.config import docstrings
 from pagemill.params import SamplingParams
 
 __all__ = ["add_sampling_flags", "sampling_values"]
 
 _FLAGS: dict[str, Any] = {
-    "max_tokens": human_int,
+    "max_tokens": whole_number,
     "temperature": float,
     "top_p": float,
-    "top_k": human_int,
+    "top_k": whole_number,
     "min_p": float,
     "repetition_penalty": float,
     "presence_penalty": float,
     "frequency_penalty": float,
-    "seed": human_int,
+    "seed": whole_number,
 }
 
 
@@ -33,7 +33,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     about = docstrings(SamplingParams)
     for name, kind in _FLAGS.items():
-        metavar = "INT" if kind is human_int else "FLOAT"
+        metavar = "INT" if kind is whole_number else "FLOAT"
         text = about[name].replace("%", "%%")
         flag = "--" + name.replace("_", "-")
         # The engine has a --seed of its own: where requests without one draw theirs from.

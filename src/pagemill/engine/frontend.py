@@ -24,7 +24,7 @@ from pagemill.config import EngineConfig, validate
 from pagemill.engine.caller import CALLER, Caller
 from pagemill.engine.client import ProcessClient
 from pagemill.engine.detokenizer import Vocabulary
-from pagemill.engine.input import InputProcessor, PreparedRequest
+from pagemill.engine.input import InputProcessor, PreparedRequest, check_request
 from pagemill.engine.metrics import Metrics
 from pagemill.engine.output import OutputKind, OutputProcessor, RequestState
 from pagemill.engine.pacing import Pacer
@@ -245,6 +245,7 @@ class AsyncLLM:
         """Check a request and queue it; its errors are raised here, before anything is streamed."""
         arrival_s = time.monotonic()
         caller = CALLER.get()
+        check_request(prompt, params)
         self._check_open(params.n)
 
         def prepare() -> PreparedRequest:
@@ -393,7 +394,10 @@ class AsyncLLM:
         return EngineHealth(alive=reason is None, heartbeat_age_s=age_s, restarts=self.metrics.restarts, reason=reason)
 
     async def shutdown(self, timeout_s: float = 0.0) -> None:
-        """Take no more requests, let open ones finish for ``timeout_s`` seconds, abort the rest, end the engine."""
+        """Take no more requests, let open ones finish for ``timeout_s`` seconds, cut off the rest, end the engine.
+
+        What is cut off ends with :class:`~pagemill.errors.ShuttingDownError`: half an answer must not pass for a whole.
+        """
         self._closing = True
         if self._output.num_open and timeout_s > 0:
             self._idle.clear()
@@ -402,6 +406,9 @@ class AsyncLLM:
             except TimeoutError:
                 logger.warning("%d requests are aborted after %g s", self._output.num_open, timeout_s)
         for state in self._output.requests:
+            state.error = ShuttingDownError(
+                "the server shut down before the request was done; send it again, or elsewhere"
+            )
             self._tell_aborted(self._output.abort(state, time.monotonic()))
             state.on_change()
         if self._supervisor is not None:

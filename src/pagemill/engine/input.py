@@ -22,7 +22,7 @@ from pagemill.errors import PromptTooLongError, RequestError
 from pagemill.model_config import ModelConfig
 from pagemill.params import SamplingParams, StructuredOutputsParams
 
-__all__ = ["InputProcessor", "PreparedRequest", "TextTokens"]
+__all__ = ["InputProcessor", "PreparedRequest", "TextTokens", "check_request"]
 
 _SEED_MASK = 2**64 - 1
 MAX_PRIORITY = 2**31 - 1
@@ -70,6 +70,22 @@ class PreparedRequest:
         return pools or self.params.max_tokens != 0 or self.params.prompt_logprobs is not None
 
 
+def check_request(prompt: object, params: object) -> None:
+    """Raise :class:`RequestError` unless these are what their names say; their values are another matter."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise RequestError(
+            f"the prompt is of type {type(prompt).__name__}; it must be text, a list of token ids, or a dict with"
+            " 'prompt' or 'prompt_token_ids'",
+            param="prompt",
+        )
+    if not isinstance(params, SamplingParams):
+        raise RequestError(
+            f"sampling_params is of type {type(params).__name__}; it must be SamplingParams, such as"
+            " SamplingParams(max_tokens=20)",
+            param="sampling_params",
+        )
+
+
 class InputProcessor:
     """Turns prompts into requests for one model.
 
@@ -111,6 +127,7 @@ class InputProcessor:
     ) -> PreparedRequest:
         """Check a request and make the engine's requests of it; :class:`RequestError` says what is wrong."""
         check_generates(self.pooling)
+        check_request(prompt, params)
         params.verify()
         self._check_priority(priority)
         text = prompt if isinstance(prompt, str) else None

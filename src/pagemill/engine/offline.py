@@ -23,10 +23,10 @@ from pagemill.engine.detokenizer import Vocabulary
 from pagemill.engine.input import InputProcessor, PreparedRequest
 from pagemill.engine.metrics import Metrics, RunStats
 from pagemill.engine.output import OutputKind, OutputProcessor, RequestState
-from pagemill.engine.pooling import Comparison, PoolingPrompt, PoolingTexts, check_embeds, embedding
+from pagemill.engine.pooling import Comparison, PoolingPrompt, PoolingTexts, check_embeds, check_generates, embedding
 from pagemill.engine.text import ModelText
 from pagemill.engine.wire import StepOutputs
-from pagemill.errors import ConfigError, EngineDeadError, PagemillError, RequestError
+from pagemill.errors import ConfigError, EngineDeadError, PagemillError, RequestError, did_you_mean
 from pagemill.models.sources import resolve_source
 from pagemill.models.tokenizer import Tokenizer
 from pagemill.params import (
@@ -62,7 +62,7 @@ class LLM:
         known = [field.name for field in dataclasses.fields(EngineConfig)]
         for name in fields:
             if name not in known:
-                raise ConfigError(f"unknown engine option {name!r}; known: {', '.join(known)}")
+                raise ConfigError(f"unknown engine option {name!r}{did_you_mean(name, known)}")
         self._open(EngineConfig(model=fspath(model), **fields))
 
     @classmethod
@@ -137,6 +137,13 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several."""
+        check_generates(self.model_config.pooling)
+        if not isinstance(messages, list | tuple):
+            raise RequestError(
+                f"messages is of type {type(messages).__name__}; it must be a list of messages, such as"
+                " [{'role': 'user', 'content': 'Hi'}], or a list of such lists",
+                param="messages",
+            )
         conversations: list[Any] = [messages] if not messages or isinstance(messages[0], dict) else list(messages)
         options: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
@@ -356,8 +363,9 @@ class LLM:
     def _params_for(self, count: int, given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
         if given is None:
             given = self.get_default_sampling_params()
-        if isinstance(given, SamplingParams):
-            return [given] * count
+        if not isinstance(given, list | tuple):
+            only: Any = given  # whatever it is, the input checks it
+            return [only] * count
         if len(given) != count:
             raise RequestError(
                 f"{count} prompts but {len(given)} sampling_params; give one for all or one per prompt",
@@ -452,7 +460,9 @@ def _taken(state: RequestState) -> RequestOutput:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt becomes a list of one; a list of ids is one prompt."""
-    if isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    """One prompt becomes a list of one; a list of ids is one prompt, and so is what is no prompt at all."""
+    if isinstance(prompts, str | dict) or not isinstance(prompts, Sequence):
+        return [prompts]
+    if len(prompts) > 0 and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

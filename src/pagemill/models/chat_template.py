@@ -10,15 +10,16 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 
-from pagemill.errors import RequestError
+from pagemill.errors import ConfigError, RequestError
 from pagemill.models.template_sandbox import TemplateSandbox, budget
 from pagemill.models.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate"]
+__all__ = ["ChatTemplate", "template_source"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,26 +32,58 @@ _FAILURES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError
 """What Jinja and its filters raise for values that they do not fit."""
 
 
+class _CompileError(Exception):
+    """Where, and why."""
+
+
+def _compiled(source: str) -> tuple[Template, nodes.Template]:
+    environment = TemplateSandbox()
+    try:
+        with budget():
+            return environment.from_string(source), environment.parse(source)
+    except TemplateSyntaxError as error:
+        raise _CompileError(f"line {error.lineno}: {error.message}") from None
+    except (TemplateError, SyntaxError, *_FAILURES) as error:
+        raise _CompileError(_one_line(error)) from None
+
+
+def template_source(given: str) -> str:
+    """The source of --chat-template, which is a file or the template itself.
+
+    Raises ConfigError if it cannot be read or does not compile: a model's own template may be broken, one that was
+    chosen may not.
+    """
+    source = given
+    if "{" not in given:
+        try:
+            source = Path(given).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"--chat-template={given!r} cannot be read ({error}); name a Jinja file, or give the template itself"
+            ) from None
+    try:
+        _compiled(source)
+    except _CompileError as error:
+        raise ConfigError(f"--chat-template does not compile: {error}; mend it, or leave it out") from None
+    return source
+
+
 class ChatTemplate:
     """A compiled template. A template that does not compile is logged here, and refuses each conversation."""
 
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
         self.source = source
         self._tokens = tokenizer.special_tokens
-        self._problem: str | None = None
         self._knows_calls = "tool_calls" in source
         self._loops_over_parts = self._knows_text = self._writes_arguments = False
-        environment = TemplateSandbox()
+        self._problem: str | None = None
         try:
-            with budget():
-                tree = environment.parse(source)
-                self._loops_over_parts, self._knows_text = _content_kinds(tree)
-                self._writes_arguments = _writes_arguments(tree)
-                self._template = environment.from_string(source)
-        except TemplateSyntaxError as error:
-            self._problem = f"line {error.lineno}: {error.message}"
-        except (TemplateError, SyntaxError, *_FAILURES) as error:
-            self._problem = _one_line(error)
+            self._template, tree = _compiled(source)
+        except _CompileError as error:
+            self._problem = str(error)
+        else:
+            self._loops_over_parts, self._knows_text = _content_kinds(tree)
+            self._writes_arguments = _writes_arguments(tree)
         if self._problem is not None:
             logger.warning("the chat template does not compile, so chats are refused: %s", self._problem)
 

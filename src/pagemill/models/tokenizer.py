@@ -202,11 +202,17 @@ def _load(
 
 
 def _find(name: str) -> Path:
-    if Path(name).expanduser().exists():
-        return Path(name).expanduser()
-    if name == DEFAULT_MODEL or ":" in name or "/" not in name:
-        return resolve_source(name).path
-    return hub.fetch_side_files(name)
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if path.is_absolute() or name.startswith(("./", "../", "~")):
+        raise ModelNotFoundError(f"--tokenizer={name[:200]!r}: no such folder or file")
+    try:
+        if name == DEFAULT_MODEL or ":" in name or "/" not in name:
+            return resolve_source(name).path
+        return hub.fetch_side_files(name)
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(f"--tokenizer={name[:200]!r}: no such folder or file here, and {error}") from None
 
 
 def _metadata(path: Path) -> dict[str, Any]:

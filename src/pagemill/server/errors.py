@@ -1,16 +1,13 @@
 """Every error as OpenAI writes it: ``{"error": {"message", "type", "param", "code"}}``.
 
-Owns the mapping from exceptions to statuses, types and codes, and the one place that validation errors of the HTTP
-schema become one line. Must not show a traceback or a prompt to a caller.
+Owns the mapping from exceptions to statuses, types and codes. Must not show a traceback or a prompt to a caller.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import msgspec
-from pydantic import ValidationError
 from starlette.responses import Response
 
 from pagemill.errors import (
@@ -24,7 +21,7 @@ from pagemill.errors import (
     ShuttingDownError,
 )
 
-__all__ = ["error_body", "error_response", "from_validation", "problem_response"]
+__all__ = ["error_body", "error_response", "problem_response"]
 
 TYPES = {
     400: "invalid_request_error",
@@ -46,10 +43,6 @@ CODES: dict[type[PagemillError], str] = {
     PromptTooLongError: "context_length_exceeded",
     QueueFullError: "rate_limit_exceeded",
 }
-MAX_TOLD = 1000
-"""With more faults than this nobody is helped by the first, and finding it takes long."""
-SHOWN_CHARS = 80
-"""Of a wrong value, at most this much is repeated back."""
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> bytes:
@@ -92,60 +85,3 @@ def problem_response(error: BaseException) -> Response:
     elif isinstance(error, EngineDeadError | ShuttingDownError):
         headers["retry-after"] = "1"
     return Response(problem_body(error), status, headers=headers, media_type="application/json")
-
-
-_EXPECTED = {
-    "string_type": "a string",
-    "int_type": "an integer",
-    "int_from_float": "an integer",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "list_type": "a list",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "model_attributes_type": "an object",
-}
-
-
-def from_validation(error: ValidationError) -> RequestError:
-    """The first thing that is wrong, in one line: where, the value, what it must be."""
-    if error.error_count() > MAX_TOLD:
-        return RequestError(f"the body does not fit the schema, in {error.error_count()} places")
-    details = error.errors(include_url=False, include_context=True)
-    first = details[0]
-    kind = first["type"]
-    if kind == "json_invalid":
-        return RequestError(f"the body is not valid JSON: {first['ctx']['error']}")
-    path = [part for part in first["loc"] if not _is_branch(part)]
-    where = ".".join(str(part) for part in path)
-    if not path:
-        return RequestError("the body must be a JSON object")
-    if kind == "missing":
-        return RequestError(f"{where} is missing; it is required", param=where)
-    return RequestError(f"{where}={_shown(first['input'])} is not valid; it must be {_wanted(details)}", param=where)
-
-
-def _is_branch(part: str | int) -> bool:
-    """Pydantic names the tried member of a union in the path ("list[int]"); a caller knows nothing of it."""
-    return isinstance(part, str) and (part in {"str", "int", "float", "bool"} or "[" in part or part[:1].isupper())
-
-
-def _wanted(details: list[Any]) -> str:
-    """What would have been right; several members of a union are joined."""
-    options: list[str] = []
-    for detail in details:
-        if detail["loc"][:1] != details[0]["loc"][:1]:
-            continue
-        text = _EXPECTED.get(detail["type"]) or detail["msg"].removeprefix("Input should be ")
-        if text not in options:
-            options.append(text)
-    return " or ".join(options[:4])
-
-
-def _shown(value: Any) -> str:
-    """A value as JSON, cut."""
-    try:
-        text = msgspec.json.encode(value).decode()
-    except (TypeError, ValueError, msgspec.MsgspecError):
-        text = type(value).__name__
-    return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."

@@ -17,11 +17,11 @@ from pydantic_core import PydanticCustomError
 
 from pagemill.errors import RequestError
 from pagemill.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
-from pagemill.server.errors import from_validation
 from pagemill.server.shape import check_shape
+from pagemill.server.structured import Constraints, structured_outputs
 from pagemill.server.structured import Model as _Model
-from pagemill.server.structured import ResponseFormat, structured_outputs
 from pagemill.server.tools import ToolUse, read_tools
+from pagemill.server.validation import from_validation
 
 __all__ = [
     "ChatCompletionRequest",
@@ -87,7 +87,7 @@ class StreamOptions(_Model):
     continuous_usage_stats: bool | None = Field(None, description="Send the usage so far with every chunk (vLLM).")
 
 
-class _Sampling(_Model):
+class _Sampling(Constraints):
     """Sampling parameters that both routes share; names and meanings are OpenAI's and vLLM's."""
 
     model: str | None = Field(None, description="Served name; empty or absent means the default model.")
@@ -132,24 +132,15 @@ class _Sampling(_Model):
     )
     return_token_ids: bool | None = Field(None, description="Add token ids to the answer (vLLM).")
     user: str | None = None
-    response_format: ResponseFormat | None = Field(
-        None, description="text, json_object, json_schema or structural_tag."
-    )
-    structured_outputs: dict[str, Any] | None = Field(
-        None, description="vLLM's: one of json, regex, choice, grammar, json_object, structural_tag."
-    )
-    guided_json: str | dict[str, Any] | None = Field(None, description="A JSON schema (vLLM's older name).")
-    guided_regex: str | None = Field(None, description="A regular expression for the whole output.")
-    guided_choice: list[str] | None = Field(None, description="The output is one of these.")
-    guided_grammar: str | None = Field(None, description="A grammar in Lark's or GBNF's syntax.")
     use_beam_search: bool | None = Field(None, description="Find the n most probable outputs; n is the beams' number.")
     length_penalty: float | None = Field(None, description="Of beam search, -10 to 10; above 0 favours long outputs.")
 
     def _params(self, defaults: dict[str, Any], max_tokens: int | None, logprobs: int | None, n: int) -> SamplingParams:
         """Check everything that is the same for both routes."""
-        if self.temperature is not None and self.temperature > MAX_TEMPERATURE:
+        if self.temperature is not None and not 0 <= self.temperature <= MAX_TEMPERATURE:  # NaN is not either
             raise RequestError(
-                f"temperature={self.temperature:g} is out of range; it must be between 0 and 2", param="temperature"
+                f"temperature={self.temperature:g} is out of range; it must be between 0 and {MAX_TEMPERATURE:g}",
+                param="temperature",
             )
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream=true", param="stream_options")

@@ -20,7 +20,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagemill.config import EngineConfig, ServerConfig, tokenize_in_own_thread
@@ -48,7 +47,11 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     logging.getLogger("pagemill").setLevel(server_config.log_level.upper())
     tokenize_in_own_thread()
     phases = _Phases()
-    template = _template_source(server_config.chat_template)
+    template = None
+    if server_config.chat_template is not None:
+        from pagemill.models.chat_template import template_source
+
+        template = template_source(server_config.chat_template)
     keys = Keys(server_config.api_key, server_config.api_key_file)
     server_config = dataclasses.replace(server_config, api_key=())  # from here on only their hashes are kept
     with contextlib.closing(bind(server_config.host, server_config.port)) as listener:
@@ -271,18 +274,6 @@ class _Phases:
         return ", ".join(self._done)
 
 
-def _template_source(given: str | None) -> str | None:
-    """--chat-template is a file, or the template itself."""
-    if given is None or "{" in given:
-        return given
-    try:
-        return Path(given).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--chat-template={given!r} cannot be read ({error}); name a Jinja file, or give the template itself"
-        ) from None
-
-
 def _announce(context: ServerContext, listener: socket.socket, phases: _Phases) -> None:
     """Where to go from here, on stdout."""
     host, port = listener.getsockname()[:2]
@@ -291,7 +282,7 @@ def _announce(context: ServerContext, listener: socket.socket, phases: _Phases) 
     pooling = context.engine.pooling
     path, body = (
         "chat/completions",
-        '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0.2}',
+        '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 100}',
     )
     if pooling is not None and pooling.num_scores:
         path, body = "score", '{"text_1": "Why is the sky blue?", "text_2": ["Light scatters.", "Grass is green."]}'

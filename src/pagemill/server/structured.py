@@ -1,13 +1,14 @@
 """Structured output as HTTP requests ask for it: OpenAI's response_format and vLLM's structured_outputs and guided_*.
 
-Owns these fields' types and how they become one :class:`StructuredOutputsParams`. A JSON schema is enforced unless it
-says ``strict: false``; that one goes into the prompt and no further. Must not compile: the engine's front does that.
+Owns these fields, of HTTP requests and of files, and how they become one :class:`StructuredOutputsParams`. A JSON
+schema is enforced unless it says ``strict: false``; that one goes into the prompt and no further. Must not compile: the
+engine's front does that.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -15,6 +16,7 @@ from pagemill.errors import RequestError
 from pagemill.params import SamplingParams, StructuredOutputsParams
 
 __all__ = [
+    "Constraints",
     "JsonSchema",
     "Model",
     "ResponseFormat",
@@ -57,18 +59,22 @@ class ResponseFormat(Model):
     triggers: list[str] | None = Field(None, description="Of a structural_tag: what each of them begins with.")
 
 
-class Asked(Protocol):
+class Constraints(Model):
     """The fields of a request that constrain its output."""
 
-    response_format: ResponseFormat | None
-    structured_outputs: dict[str, Any] | None
-    guided_json: str | dict[str, Any] | None
-    guided_regex: str | None
-    guided_choice: list[str] | None
-    guided_grammar: str | None
+    response_format: ResponseFormat | None = Field(
+        None, description="text, json_object, json_schema or structural_tag."
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="vLLM's: one of json, regex, choice, grammar, json_object, structural_tag."
+    )
+    guided_json: str | dict[str, Any] | None = Field(None, description="A JSON schema (vLLM's older name).")
+    guided_regex: str | None = Field(None, description="A regular expression for the whole output.")
+    guided_choice: list[str] | None = Field(None, description="The output is one of these.")
+    guided_grammar: str | None = Field(None, description="A grammar in Lark's or GBNF's syntax.")
 
 
-def structured_outputs(asked: Asked) -> StructuredOutputsParams | None:
+def structured_outputs(asked: Constraints) -> StructuredOutputsParams | None:
     """What a request asks for, None where nothing is enforced; RequestError where it asks twice."""
     found: dict[str, dict[str, Any]] = {}
     values = _enforced(asked.response_format)
@@ -110,7 +116,7 @@ def _enforced(wanted: ResponseFormat | None) -> dict[str, Any] | None:
     return {"json_object": True} if schema is None else {"json": schema}
 
 
-def constrained_by(asked: Asked) -> str:
+def constrained_by(asked: Constraints) -> str:
     """The field that :func:`structured_outputs` made something of."""
     if _enforced(asked.response_format) is not None:
         return "response_format"

@@ -11,9 +11,9 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from pagemill.errors import RequestError
-from pagemill.server.errors import from_validation
 from pagemill.server.protocol import ChatCompletionRequest
 from pagemill.server.structured import Model
+from pagemill.server.validation import from_validation
 
 __all__ = ["EXTENSIONS", "ReasoningParam", "ResponsesRequest", "TextParam", "renamed_errors"]
 
