@@ -7,6 +7,7 @@ import random
 import pytest
 
 from pagemill.core.messages import StepResult
+from pagemill.core.request import Request
 from pagemill.core.scheduler import Scheduler
 from pagemill.core.step_budget import StepBudget
 from pagemill.errors import ConfigError, PromptTooLongError, RequestError
@@ -281,17 +282,22 @@ def test_nobody_who_decodes_means_whole_steps_of_prompt():
 
 
 def test_the_limit_follows_the_speed_of_the_last_steps():
+    def decoding(count: int) -> list[Request]:
+        requests = [Request(request("a", [1]), sequence=0, num_groups=1, max_total_tokens=9) for _ in range(count)]
+        assert all(len(one.token_ids) - one.num_computed_tokens == 1 for one in requests)
+        return requests
+
     budget = StepBudget(2048, 0.1)
-    assert budget.most_tokens(3, decoding=True) == 3 + 256
-    budget.note(1000, 0.2)
-    assert budget.most_tokens(3, decoding=True) == 500
-    budget.note(1000, 0.6)
-    assert budget.most_tokens(3, decoding=True) == 250
-    budget.note(3, 1.0)  # too small to tell
-    assert budget.most_tokens(3, decoding=True) == 250
-    budget.note(1000, 0.0)  # a clock that stood still
-    assert budget.most_tokens(300, decoding=True) == 300 + 64
-    assert budget.most_tokens(3, decoding=False) == 2048
+    assert budget.begin(decoding(3), 0.0) == 3 + 256
+    budget.end(1000, 0.2)
+    assert budget.begin(decoding(3), 1.0) == 500
+    budget.end(1000, 1.6)
+    assert budget.begin(decoding(3), 2.0) == 250
+    budget.end(3, 3.0)  # too few to tell
+    assert budget.begin(decoding(3), 4.0) == 250
+    budget.end(1000, 4.0)  # a clock that stood still
+    assert budget.begin(decoding(300), 5.0) == 300 + 64
+    assert budget.begin([], 6.0) == 2048
 
 
 def test_several_prompts_are_computed_side_by_side():

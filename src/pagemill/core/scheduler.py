@@ -43,6 +43,7 @@ from pagemill.core.messages import (
 )
 from pagemill.core.policy import Policy, create_policy
 from pagemill.core.request import Request, RequestStatus
+from pagemill.core.slot_usage import SlotUsage
 from pagemill.core.step_budget import StepBudget
 from pagemill.errors import NonFiniteLogitsError, PromptTooLongError, RequestError
 from pagemill.params import FinishReason
@@ -86,15 +87,11 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         whole_prompts: bool = False,
     ) -> None:
-        """``max_stall_s``: see :class:`~pagemill.core.step_budget.StepBudget`.
-
-        ``whole_prompts``: a prompt is computed in one step or not yet (an encoder's).
-        """
+        """``max_stall_s``: see :class:`StepBudget`; ``whole_prompts``: in one step or not yet (an encoder's)."""
         self.whole_prompts = whole_prompts
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # each running request gets a token per step
         self.max_num_batched_tokens = max_num_batched_tokens
         self._budget = StepBudget(max_num_batched_tokens, max_stall_s)
-        self._scheduled_s = 0.0
         self.max_model_len = max_model_len
         self.policy = create_policy(policy) if isinstance(policy, str) else policy
         chunk = min(long_prefill_token_threshold or max_num_batched_tokens, max_num_batched_tokens)
@@ -114,8 +111,7 @@ class Scheduler:
         self._step = 0
         self._num_added = 0
         self._query_tokens = self._hit_tokens = self._num_preemptions = 0
-        self._allocated_slots = self._filled_slots = 0
-        self._utilization_sum, self._utilization_steps = 0.0, 0
+        self._slots = SlotUsage(self.kv)
 
     # ---- in and out -------------------------------------------------------------------------------------------------
 
@@ -193,12 +189,10 @@ class Scheduler:
         if self.policy.dynamic:
             self._reorder(now_s)
         self._step += 1
-        self._scheduled_s = now_s
         plan = _Plan()
         if self.waiting:
             self._push_aside(plan)
-        decoding = any(len(request.token_ids) - request.num_computed_tokens == 1 for request in self.running)
-        plan.budget = self._budget.most_tokens(len(self.running), decoding=decoding)
+        plan.budget = self._budget.begin(self.running, now_s)
         self._advance_running(plan)
         self._next_up = []
         if self.waiting and len(self.running) < self.max_num_seqs:
@@ -206,7 +200,7 @@ class Scheduler:
         assert plan.requests, "requests are waiting and none can go on"
         self._flight = plan.requests
         num_tokens = sum(plan.counts)
-        self._measure_slots(plan.requests, num_tokens)
+        self._slots.measure(plan.requests, num_tokens)
         finished, self._finished_ids = self._finished_ids, []
         return SchedulerOutput(
             step=self._step,
@@ -394,7 +388,7 @@ class Scheduler:
         """Take in what the worker computed (``result``'s lists are consumed); what is new for the front."""
         flight, self._flight = self._flight, None
         assert flight is not None
-        self._budget.note(plan.total_num_tokens, now_s - self._scheduled_s)
+        self._budget.end(plan.total_num_tokens, now_s)
         assert plan.step == self._step, f"step {plan.step} is updated, but step {self._step} was scheduled last"
         non_finite, prompt_logprobs, logprobs = result.non_finite, result.prompt_logprobs, result.logprobs
         outputs: list[EngineOutput] = []
@@ -465,15 +459,6 @@ class Scheduler:
 
     # ---- watching ---------------------------------------------------------------------------------------------------
 
-    def _measure_slots(self, requests: list[Request], num_new_tokens: int) -> None:
-        """Shared blocks are full: what is empty is at the end of each request's last block."""
-        empty = sum([request.capacity - request.num_computed_tokens for request in requests]) - num_new_tokens
-        allocated = self.kv.num_used_blocks * self.kv.block_size
-        self._allocated_slots = allocated
-        self._filled_slots = allocated - empty * len(self.kv.pools)
-        self._utilization_sum += self._filled_slots / allocated
-        self._utilization_steps += 1
-
     def stats(self) -> SchedulerStats:
         """Queues and cache now, totals since the start."""
         return SchedulerStats(
@@ -485,9 +470,9 @@ class Scheduler:
             prefix_query_tokens_total=self._query_tokens,
             prefix_hit_tokens_total=self._hit_tokens,
             num_preemptions_total=self._num_preemptions,
-            allocated_slots=self._allocated_slots,
-            filled_slots=self._filled_slots,
-            slot_utilization=self._utilization_sum / self._utilization_steps if self._utilization_steps else 1.0,
+            allocated_slots=self._slots.allocated,
+            filled_slots=self._slots.filled,
+            slot_utilization=self._slots.mean,
         )
 
     def check_invariants(self) -> None:
