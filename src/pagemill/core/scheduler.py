@@ -399,6 +399,10 @@ class Scheduler:
                 continue
             if computed >= request.settle_at:
                 self.kv.settle(request)
+            if result.nothing_allowed and request.request_id in result.nothing_allowed:
+                outputs.append(self._refuse(request))
+                ended = True
+                continue
             prompt_part = None
             if prompt_logprobs:
                 prompt_part = request.unsent_prompt_logprobs(count, prompt_logprobs.get(request.request_id))
@@ -449,6 +453,24 @@ class Scheduler:
             finish_reason=FinishReason.ERROR,
             error=f"the model produced NaN or infinite {what} at token {len(request.token_ids)} of this request",
             error_status=NonFiniteLogitsError.status,
+        )
+
+    def _refuse(self, request: Request) -> EngineOutput:
+        """End a request whose parameters allow no token. What it cached is as good as any."""
+        self._end(request)
+        params = request.message.params
+        limits = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
+        given = [name for name in limits if getattr(params, name)] or ["its parameters"]
+        return EngineOutput(
+            request_id=request.request_id,
+            new_token_ids=[],
+            finish_reason=FinishReason.ERROR,
+            error=(
+                f"{' and '.join(given)} leave no token that may be output"
+                f" {request.num_output_tokens + 1} of this request; allow more, or leave one of them out"
+            ),
+            error_status=RequestError.status,
+            error_param=given[0],
         )
 
     # ---- watching ---------------------------------------------------------------------------------------------------

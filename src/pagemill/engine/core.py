@@ -209,6 +209,7 @@ class EngineCore:
                     finish_reason=FinishReason.ERROR,
                     error=str(error),
                     error_status=error.status,
+                    error_param=error.param if isinstance(error, RequestError) else None,
                 )
             )
 

@@ -295,7 +295,7 @@ class TokenGrammars:
             if output.finish_reason is not None:
                 if output.error is not None and row.error is not None:
                     output.error = f"the grammar cannot be followed any further: {row.error}"
-                    output.error_status = RequestError.status
+                    output.error_status, output.error_param = RequestError.status, "structured_outputs"
                 del self._rows[output.request_id]
             elif output.new_token_ids:
                 row.accept(output.new_token_ids)

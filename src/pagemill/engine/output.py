@@ -482,5 +482,5 @@ def _engine_error(output: EngineOutput) -> PagemillError:
     """The exception that an output's error stands for."""
     text = output.error or ""
     if output.error_status < 500:
-        return RequestError(text)
+        return RequestError(text, param=output.error_param)
     return NonFiniteLogitsError(text) if output.error_status == 500 else EngineError(text)
