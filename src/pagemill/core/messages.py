@@ -33,6 +33,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     request_id: str
     prompt_token_ids: list[int]
+    """Empty between the processes: those of the request before it, which is another completion of the same prompt."""
     params: SamplingParams
     max_tokens: int
     """Resolved: never None, never past the context length."""

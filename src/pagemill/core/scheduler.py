@@ -44,7 +44,6 @@ from pagemill.core.messages import (
 from pagemill.core.policy import Policy, create_policy
 from pagemill.core.request import Request, RequestStatus
 from pagemill.errors import PromptTooLongError, RequestError
-from pagemill.params import FinishReason
 
 __all__ = ["Scheduler"]
 

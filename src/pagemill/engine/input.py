@@ -65,7 +65,7 @@ class PreparedRequest:
     params: SamplingParams
     """With ``max_tokens`` resolved."""
     requests: list[EngineRequest]
-    """One per completion."""
+    """One per completion. The first alone carries the prompt: a long one is sent once, however many there are."""
     stop_by_id: dict[int, str]
     """Stop strings that are one special token each, which the engine can stop at by id."""
 
@@ -141,7 +141,7 @@ class InputProcessor:
             requests.append(
                 EngineRequest(
                     request_id=f"{request_id}-{unique}" + (f"-{index}" if params.n > 1 else ""),
-                    prompt_token_ids=prompt_token_ids,
+                    prompt_token_ids=[] if index else prompt_token_ids,
                     params=child,
                     max_tokens=max_tokens,
                     arrival_time_s=arrival_s,
