@@ -21,6 +21,7 @@ from pagemill.core.messages import EngineOutput, EngineRequest, NewRow, Schedule
 from pagemill.engine import grammars
 from pagemill.engine.grammar_compiler import compile_grammar
 from pagemill.errors import RequestError
+from pagemill.params import FinishReason
 from pagemill.platform import CpuPlatform
 from pagemill.worker.executor import InprocExecutor
 from tests.engine.fakes import MODEL_CONFIG
@@ -149,6 +150,17 @@ def test_a_form_that_cannot_be_enforced_names_the_keyword_and_others_go_on(llm: 
         run(llm, [params({"json": {"type": "array", "uniqueItems": True}})])
     (output,) = run(llm, [params(FORMS[2])])
     check(FORMS[2], output.outputs[0].text)
+
+
+def test_a_grammar_that_leads_nowhere_says_so_shortly_and_names_its_field(llm: LLM) -> None:
+    (output,) = run(llm, [params({"grammar": 'start: "a" rest\nrest: rest'})])
+    error = output.outputs[0].error
+    assert output.outputs[0].finish_reason is FinishReason.ERROR
+    assert error is not None
+    assert error.startswith("structured_outputs: ")
+    assert "nothing can follow" in error
+    assert "compute_time" not in error
+    assert len(error) < 200
 
 
 @pytest.mark.parametrize("num_free", [0, 2])

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from pagemill.config import EngineConfig
 from pagemill.core.messages import EngineOutput, EngineRequest, NewRow, SchedulerOutput, ending_token_ids
-from pagemill.engine.grammar_check import limits, one_line
+from pagemill.engine.grammar_check import limits, one_line, told
 from pagemill.errors import RequestError
 from pagemill.model_config import ModelConfig
 from pagemill.params import StructuredOutputsParams
@@ -195,7 +195,7 @@ class _StepConstraints:
         found = np.stack([row.mask for row in rows])
         for mask, row in zip(found, rows, strict=True):
             if row.matcher.is_error():
-                row.error = one_line(row.matcher.get_error())
+                row.error = told(row.matcher.get_error())
                 mask[:] = 0
                 continue
             if not row.forced and np.count_nonzero(mask) == 1:
@@ -294,7 +294,7 @@ class TokenGrammars:
                 continue
             if output.finish_reason is not None:
                 if output.error is not None and row.error is not None:
-                    output.error = f"the grammar cannot be followed any further: {row.error}"
+                    output.error = f"structured_outputs: the grammar cannot be followed any further: {row.error}"
                     output.error_status, output.error_param = RequestError.status, "structured_outputs"
                 del self._rows[output.request_id]
             elif output.new_token_ids:
@@ -341,7 +341,7 @@ class TokenGrammars:
             tokenizer = self._opened = self._opened or self._open_tokenizer()
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
         if matcher.is_error():
-            raise RequestError(f"structured_outputs: {one_line(matcher.get_error())}", param="structured_outputs")
+            raise RequestError(f"structured_outputs: {told(matcher.get_error())}", param="structured_outputs")
         return matcher
 
     def _open_tokenizer(self) -> LLTokenizer:

@@ -32,7 +32,7 @@ _FAILURES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError
 
 
 class ChatTemplate:
-    """A compiled template. A template that does not compile is logged here, and refuses each conversation."""
+    """A compiled template. One that does not compile refuses each conversation."""
 
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
         self.source = source
@@ -51,6 +51,9 @@ class ChatTemplate:
             self._problem = f"line {error.lineno}: {error.message}"
         except (TemplateError, SyntaxError, *_FAILURES) as error:
             self._problem = _one_line(error)
+
+    def warn_if_broken(self) -> None:
+        """Tell the log, where this is the server's own template and no single request's."""
         if self._problem is not None:
             logger.warning("the chat template does not compile, so chats are refused: %s", self._problem)
 
@@ -137,8 +140,12 @@ def _text_of(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind in TEXT_PARTS and isinstance(part.get("text"), str):
-        return str(part["text"])
+    if kind in TEXT_PARTS:
+        text = part.get("text")
+        if isinstance(text, str):
+            return text
+        given = f"is a {type(text).__name__}" if "text" in part else "is missing"
+        raise RequestError(f"{where}.text {given}; a part of type {kind!r} needs it as a string", param=where)
     raise RequestError(f"{where} is of type {kind!r}; only text parts are understood", param=where)
 
 
