@@ -57,6 +57,7 @@ MASK_EVERY = 16
 class _Row:
     """A constrained row of the worker."""
 
+    grammar: str
     matcher: LLMatcher
     pending: int
     """Tokens to compute before one is sampled."""
@@ -293,6 +294,9 @@ class TokenGrammars:
             if row is None:
                 continue
             if output.finish_reason is not None:
+                if row.error is not None:
+                    # Its lexer may have come to its limit, and copies share it: the next request has one of its own.
+                    self._builds.pop(row.grammar, None)
                 if output.error is not None and row.error is not None:
                     output.error = f"structured_outputs: the grammar cannot be followed any further: {row.error}"
                     output.error_status, output.error_param = RequestError.status, "structured_outputs"
@@ -305,8 +309,10 @@ class TokenGrammars:
     def _row(self, new: NewRow, structured: StructuredOutputsParams) -> _Row:
         """A matcher that has seen what the request had produced."""
         produced = new.token_ids[new.num_prompt_tokens :]
+        grammar = _grammar(structured)
         row = _Row(
-            self._build(_grammar(structured)).future.result().deep_copy(),
+            grammar,
+            self._build(grammar).future.result().deep_copy(),
             len(new.token_ids) - new.num_computed_tokens,
             len(produced),
             structured.min_tokens,
