@@ -208,7 +208,8 @@ async def _beams(engine: Engine, job: Job, params: BeamSearchParams) -> AsyncGen
                 search.advance(list(itertools.islice(outputs, len(step))))
     vocabulary = Vocabulary(engine.tokenizer)
     for index, search in enumerate(searches):
-        yield index, search.output(job.request_id, job.prompts[index].text, vocabulary)
+        skips = job.params.skip_special_tokens
+        yield index, search.output(job.request_id, job.prompts[index].text, vocabulary, skip_special_tokens=skips)
 
 
 async def _side_by_side(engine: Engine, job: Job, kind: str) -> AsyncGenerator[tuple[int, RequestOutput], None]:
