@@ -59,6 +59,8 @@ class FakeWorker:
         self.memory = [[[b""] * spec.block_size for _ in range(spec.num_blocks)] for spec in specs]
         self.rows: dict[str, Row] = {}
         self.poisoned: set[str] = set()
+        self.stuck: set[str] = set()
+        """Requests whose parameters forbid every token."""
         self.num_computed_tokens = 0
         self.computed_by: dict[str, int] = {}
 
@@ -101,6 +103,9 @@ class FakeWorker:
             result.non_finite.append(row.new.request_id)
             return []
         if row.new.params.max_tokens == 0:
+            return []
+        if row.new.request_id in self.stuck:
+            result.nothing_allowed.append(row.new.request_id)
             return []
         token = self.next_token(row)
         row.append(token)

@@ -45,6 +45,29 @@ def test_hashes_can_be_extended_piecemeal():
     assert found == hashes(tokens)
 
 
+def test_a_prompt_is_hashed_once_for_completions_that_come_one_after_another(monkeypatch):
+    cache = PrefixCache(BlockHasher(SIZE, b"k"), [BlockPool(8)], [None])
+    prompt, hashed = list(range(16)), []
+    extend = BlockHasher.extend
+
+    def counting(self, root, found, token_ids, num_blocks):
+        hashed.append(num_blocks)
+        extend(self, root, found, token_ids, num_blocks)
+
+    monkeypatch.setattr(BlockHasher, "extend", counting)
+    found = []
+    for salt in (None, None, "x", "x", None):
+        message = request("r", [], salt=salt)
+        message.prompt_token_ids = prompt
+        each = Request(message, sequence=0, max_total_tokens=NEVER, num_groups=1)
+        cache.open(each)
+        found.append(each.block_hashes)
+    assert hashed == [4, 4, 4]
+    assert found[0] == found[1] == found[4] == hashes(prompt)
+    assert found[2] == found[3] == hashes(prompt, [("salt", "x")])
+    assert len({id(each) for each in found}) == 5
+
+
 def test_two_kinds_of_extra_keys_never_collide():
     lists = [
         [],

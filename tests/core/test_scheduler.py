@@ -409,6 +409,23 @@ def test_a_request_with_non_finite_logits_ends_alone_and_its_cache_is_forgotten(
     assert engine.outputs["next"][-1].num_cached_tokens == 0
 
 
+def test_a_request_that_allows_no_token_is_refused_by_its_parameters_and_its_cache_is_kept():
+    engine = Engine([full(32)])
+    prompt = make_prompt(13)
+    engine.worker.stuck.add("stuck")
+    engine.add(
+        request("stuck", prompt, allowed_token_ids=[5], bad_words=["x"]), request("good", make_prompt(5, seed=1))
+    )
+    engine.run()
+    assert engine.reasons == {"stuck": FinishReason.ERROR, "good": FinishReason.LENGTH}
+    refused = engine.outputs["stuck"][-1]
+    assert refused.error.startswith("allowed_token_ids and bad_words leave no token")
+    assert (refused.error_status, refused.error_param) == (400, "allowed_token_ids")
+    engine.add(request("next", prompt))
+    engine.run()
+    assert engine.outputs["next"][-1].num_cached_tokens == 12
+
+
 def test_end_of_text_and_stop_tokens_end_a_request_and_stay_in_its_tokens():
     prompt = make_prompt(6)
     tokens = alone(request("x", prompt, max_tokens=30))

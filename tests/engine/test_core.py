@@ -5,11 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+import pagemill.engine.core as core_module
 from pagemill.core.messages import EngineOutput, SchedulerOutput
 from pagemill.engine.core import NoGrammars
-from pagemill.engine.wire import Call, FromEngine, StepOutputs, StepStats, Stop, raised, reported
+from pagemill.engine.wire import Add, Call, FromEngine, StepOutputs, StepStats, Stop, ToEngine, raised, reported
 from pagemill.errors import EngineError, MemoryPlanError, PromptTooLongError, RequestError
-from pagemill.params import FinishReason
+from pagemill.params import FinishReason, SamplingParams
 from tests.engine.harness import Engine
 
 
@@ -58,6 +59,52 @@ def test_one_message_carries_a_whole_step() -> None:
         engine.ask([token, 4], max_tokens=4)
     engine.finish()
     assert len(sent) == 4
+
+
+def test_a_step_takes_in_a_bounded_number_of_tokens_and_those_who_decode_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_module, "TAKEN_IN_A_STEP", 60)
+    engine = Engine()
+    decoding = engine.ask([7, 4], max_tokens=40)
+    engine.step()
+    decoding.take()
+    states = [engine.ask([number, *range(20, 39)], max_tokens=2) for number in range(5, 25)]
+    queued, told = [], []
+    for _ in range(4):
+        engine.step()
+        queued.append(engine.core.scheduler._num_added)
+        told.append(decoding.take())
+    assert queued == [1 + 3, 1 + 6, 1 + 9, 1 + 12]
+    assert all(output is not None for output in told)
+    assert engine.core._stats(0.0, 0.0, 0).num_waiting == 20 - 12 + engine.core.scheduler.stats().num_waiting
+    engine.abort(states[19])  # which the engine has not taken in yet
+    engine.abort(states[0])
+    engine.finish()
+    assert all(state.finished and state.error is None for state in states)
+    assert [state.take() is not None for state in states[1:19]] == [True] * 18
+    assert not engine.core._arriving
+
+
+def test_completions_of_one_prompt_send_it_once_and_are_taken_in_together() -> None:
+    engine = Engine(max_model_len=400, num_blocks=200)
+    prompt = [5 + number % 300 for number in range(300)]
+    alone, many = (engine.input.prepare(prompt, SamplingParams(n=n), "id", arrival_s=0.0).requests for n in (1, 64))
+    sent = [len(msgspec.msgpack.encode(Add(requests))) for requests in (alone, many)]
+    assert sent[1] - sent[0] < 63 * sent[0] / 2
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(Add(many)), type=ToEngine)
+    engine.inbox.append(received)
+    engine.step()
+    assert [request.token_ids[:300] for request in engine.core.scheduler._requests.values()] == [prompt] * 64
+
+
+def test_of_two_requests_with_one_name_that_arrive_at_once_the_second_is_refused() -> None:
+    engine = Engine()
+    sent: list[StepOutputs] = []
+    engine.core._sink = sent.append  # type: ignore[assignment]
+    (request,) = engine.input.prepare([5, 6], SamplingParams(max_tokens=2), "id", arrival_s=0.0).requests
+    engine.inbox.append(Add([request, msgspec.structs.replace(request, prompt_token_ids=[7])]))
+    engine.finish()
+    told = [(output.finish_reason, len(output.new_token_ids)) for step in sent for output in step.outputs]
+    assert sorted(told, key=str) == sorted([(FinishReason.ERROR, 0), (None, 1), (FinishReason.LENGTH, 1)], key=str)
 
 
 def test_an_idle_engine_sends_nothing() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pagemill.engine import grammar_compiler
 from pagemill.engine.grammar_compiler import MAX_CHARS, compile_grammar
 from pagemill.errors import RequestError
 from pagemill.params import SamplingParams, StructuredOutputsParams
@@ -40,6 +41,30 @@ def test_a_lenient_schema_is_enforced_as_far_as_it_can_be() -> None:
     compile_grammar(StructuredOutputsParams(json=schema, lenient=True))
     with pytest.raises(RequestError, match="no JSON"):
         compile_grammar(StructuredOutputsParams(json={"a": float, "b": 1}, lenient=True))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"regex": r"[^\s\S]"}, {"grammar": "start: start"}, {"json": {"$ref": "#"}}],
+    ids=lambda values: min(values),
+)
+def test_a_form_that_no_text_fits_is_refused_shortly_and_always_in_the_same_words(values: dict[str, Any]) -> None:
+    told = set()
+    for _ in range(2):
+        grammar_compiler._answer.cache_clear()
+        with pytest.raises(RequestError, match="cannot be enforced: no text fits it") as caught:
+            compile_grammar(StructuredOutputsParams(**values))
+        assert caught.value.param == "structured_outputs"
+        told.add(str(caught.value))
+    assert len(told) == 1
+    assert len(told.pop()) < 200
+
+
+@pytest.mark.parametrize(
+    "grammar", ['start: "a" rest\nrest: rest', 'start: ""', "start: /a?/", 'start: <|im_end|> "a"']
+)
+def test_a_grammar_that_some_beginning_fits_is_taken(grammar: str) -> None:
+    compile_grammar(StructuredOutputsParams(grammar=grammar))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 from numpy.typing import NDArray
 
 from pagemill import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
@@ -21,6 +22,7 @@ from pagemill.core.messages import EngineOutput, EngineRequest, NewRow, Schedule
 from pagemill.engine import grammars
 from pagemill.engine.grammar_compiler import compile_grammar
 from pagemill.errors import RequestError
+from pagemill.params import FinishReason
 from pagemill.platform import CpuPlatform
 from pagemill.worker.executor import InprocExecutor
 from tests.engine.fakes import MODEL_CONFIG
@@ -149,6 +151,17 @@ def test_a_form_that_cannot_be_enforced_names_the_keyword_and_others_go_on(llm: 
         run(llm, [params({"json": {"type": "array", "uniqueItems": True}})])
     (output,) = run(llm, [params(FORMS[2])])
     check(FORMS[2], output.outputs[0].text)
+
+
+def test_a_grammar_that_leads_nowhere_says_so_shortly_and_names_its_field(llm: LLM) -> None:
+    (output,) = run(llm, [params({"grammar": 'start: "a" rest\nrest: rest'})])
+    error = output.outputs[0].error
+    assert output.outputs[0].finish_reason is FinishReason.ERROR
+    assert error is not None
+    assert error.startswith("structured_outputs: ")
+    assert "nothing can follow" in error
+    assert "compute_time" not in error
+    assert len(error) < 200
 
 
 @pytest.mark.parametrize("num_free", [0, 2])
@@ -329,6 +342,38 @@ def test_a_long_text_does_not_use_up_what_a_lexer_may_build(tiny_model: Path) ->
     assert num_masks == math.ceil(len(text) / grammars.MASK_EVERY)
     resumed = Engine(tiny_model)  # after a preemption a new matcher follows the same text
     assert resumed.bits(resumed.step([resumed.row(form, text)])).tolist() == running.bits(step).tolist()
+
+
+def test_a_grammar_that_came_to_its_limit_is_built_anew_for_the_next_request(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of a matcher share a lexer and what it may build: used up by some, it failed for all who came later."""
+    narrow = LLParserLimits(step_max_items=10_000, max_lexer_states=2000)
+    monkeypatch.setattr(grammars, "limits", lambda: narrow)
+    form = {"regex": "(.*a.{40})+z"}
+
+    def write(running: Engine, seed: int) -> str | None:
+        """Go on with "a" and "b" for a while; why it ended early."""
+        step = running.step([running.row(form)])
+        opened = running.grammars._opened
+        assert opened is not None
+        letters = [index for index in range(5, VOCAB_SIZE) if opened.decode_str([index]) in ("a", "b")]
+        for token in np.random.default_rng(seed).choice(letters, 60).tolist():
+            if not running.bits(step).any():
+                break
+            running.accept(token)
+            step = running.step()
+        output = EngineOutput(request_id="r", new_token_ids=[], finish_reason=FinishReason.ERROR, error="no token")
+        running.grammars.accept([output])
+        return None if output.error == "no token" else output.error
+
+    running = Engine(tiny_model)
+    errors = [write(running, 0)]
+    while errors[-1] is None and len(errors) < 20:
+        errors.append(write(running, len(errors)))
+    assert len(errors) > 1, "alone it comes to no limit"
+    assert "too many states" in (errors[-1] or "")
+    assert write(running, len(errors) - 1) is None
 
 
 def test_a_model_may_have_more_ids_than_its_tokenizer(tmp_path: Path) -> None:

@@ -153,6 +153,27 @@ def test_bad_words_are_found_at_the_start_and_after_a_space() -> None:
     assert words == [bare, spaced]
 
 
+def test_bad_words_are_tokenised_once_for_all_prompts_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, encoded = byte_level_tokenizer(), []
+
+    def counting(texts: Any, *, add_special_tokens: bool = True) -> list[list[int]]:
+        encoded.extend(texts)
+        return TOKENIZER.encode_batch(texts, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "encode_batch", counting)
+    taker = processor()
+    taker.tokenizer = tokenizer
+    words = [f"word {number}" for number in range(100)]
+    found = []
+    for _ in range(50):
+        params = SamplingParams.create(max_tokens=1, bad_words=list(words), n=2)
+        prepared = taker.prepare([5, 6], params, "id", arrival_s=1.0)
+        found += [request.bad_words_token_ids for request in prepared.requests]
+    assert len(encoded) == 2 * len(words)
+    assert found == [found[0]] * 100
+    assert len(found[0]) == 2 * len(words)
+
+
 def test_a_stop_string_that_is_a_special_token_is_stopped_at_by_id() -> None:
     prepared = prepare([5], stop=["<|im_end|>", "x"], stop_token_ids=[9])
     assert prepared.requests[0].params.stop_token_ids == (9, 4)

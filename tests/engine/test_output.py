@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pagemill.engine.output as output_module
 from pagemill.errors import NonFiniteLogitsError, RequestError
 from pagemill.params import FinishReason, RequestOutput
 from tests.engine.fakes import byte_level_tokenizer, scripted
@@ -172,6 +175,49 @@ def test_prompt_logprobs_cover_the_prompt_whatever_its_chunks() -> None:
         assert "".join(text or "" for text in texts) == "\n7 foxes and 😀"
         assert output.outputs[0].token_ids == []
         assert output.outputs[0].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("kind", ["delta", "cumulative"])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("chunk", [64, 5, 3])
+def test_every_output_of_a_stream_has_all_prompt_logprobs_whatever_the_chunks(kind: str, n: int, chunk: int) -> None:
+    prompt = [1, *ids("\n7 foxes and 😀")]
+    engine = Engine()
+    (whole,) = engine.stream(engine.ask(prompt, "final", prompt_logprobs=1, max_tokens=4))
+    assert whole.prompt_logprobs is not None
+    engine = Engine(max_num_batched_tokens=chunk)
+    engine.stream(engine.ask(prompt, max_tokens=4))  # the second completion finds the prompt in the cache
+    outputs = engine.stream(engine.ask(prompt, kind, prompt_logprobs=1, max_tokens=4, n=n))
+    assert [output.prompt_logprobs for output in outputs] == [whole.prompt_logprobs] * len(outputs)
+    assert sum(len(each.token_ids) for output in outputs for each in output.outputs) >= 4 * n
+
+
+def test_prompt_logprobs_are_made_once_however_long_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    original = output_module._candidates
+
+    def counting(*args: Any) -> Any:
+        made.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(output_module, "_candidates", counting)
+    prompt = [1, *ids("foxes")]
+    engine = Engine()
+    outputs = engine.stream(engine.ask(prompt, prompt_logprobs=1, max_tokens=20))
+    assert len(outputs) == 20
+    assert len(made) == len(prompt) - 1
+
+
+def test_a_request_that_ends_before_its_prompt_logprobs_are_there_says_so() -> None:
+    engine = Engine(max_num_batched_tokens=3)
+    state = engine.ask([1, *ids("many foxes")], prompt_logprobs=1, max_tokens=4)
+    engine.step()
+    assert state.take() is None
+    engine.abort(state)
+    output = state.take()
+    assert output is not None
+    assert output.finished
+    assert output.prompt_logprobs is None
 
 
 def test_n_completions_are_told_apart_and_keep_their_order() -> None:

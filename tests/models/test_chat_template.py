@@ -315,3 +315,12 @@ def test_the_embedded_models_template_renders_as_published(embedded_source: Mode
 def test_arguments_are_written_as_json_whichever_form_the_template_wants(source: str, arguments: Any) -> None:
     calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
     assert render(source, [{"role": "assistant", "tool_calls": calls}]) == '<{"a": 1}>'
+
+
+def test_only_a_template_of_the_server_s_own_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    broken = ChatTemplate("{% if", TOKENIZER)
+    with pytest.raises(RequestError, match="does not compile"):
+        broken.render(USER)
+    assert not caplog.records
+    broken.warn_if_broken()
+    assert "does not compile" in caplog.text

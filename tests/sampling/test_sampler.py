@@ -282,7 +282,19 @@ def test_a_row_with_no_token_left_fails_alone() -> None:
     mask = np.zeros((2, 2), np.int32)
     mask[1] = -1
     sampled = run([request(), request(temperature=0)], ramp().repeat(2, 1), mask=mask)
-    assert sampled.non_finite.tolist() == [True, False]
+    assert sampled.nothing_allowed.tolist() == [True, False]
+    assert not sampled.non_finite.any()
+    assert sampled.token_ids[1] == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_parameters_that_forbid_every_token_are_no_fault_of_the_model(temperature: float) -> None:
+    stuck = request(temperature=temperature, allowed_token_ids=[5], bad_words=((5,),), logprobs=1)
+    broken = ramp()
+    broken[3] = math.nan
+    sampled = run([stuck, request(temperature=0), stuck], torch.stack([ramp(), ramp(), broken]))
+    assert sampled.nothing_allowed.tolist() == [True, False, False]
+    assert sampled.non_finite.tolist() == [False, False, True]
     assert sampled.token_ids[1] == 0
 
 
@@ -295,7 +307,7 @@ def test_masked_rows_get_the_same_tokens_whether_or_not_others_need_their_logits
     for other in (request(seed=1), request(temperature=0, logprobs=1), request(temperature=0, bad_words=((1,),))):
         beside = run([greedy] * 3 + [other], logits, mask=mask)
         assert beside.token_ids[[0, 2]].tolist() == alone.token_ids[[0, 2]].tolist()
-        assert beside.non_finite[:3].tolist() == alone.non_finite[:3].tolist() == [False, True, False]
+        assert beside.nothing_allowed[:3].tolist() == alone.nothing_allowed[:3].tolist() == [False, True, False]
 
 
 def test_a_greedy_row_whose_best_token_is_allowed_needs_no_mask() -> None:

@@ -148,6 +148,55 @@ async def test_a_wrong_chat(served: Served, body: dict[str, Any], param: str) ->
     assert (await refused(served, CHAT, body))["param"] == param
 
 
+async def test_an_infinite_number_is_named(served: Served) -> None:
+    answer = await served.http.post(COMPLETIONS, content=b'{"prompt": "a", "max_tokens": 1e400}')
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("max_tokens=Infinity is not valid; it must be ")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("cache_salt", "", "it must be a string with at least 1 character"),
+        ("request_id", "x" * 200, "it must be a string with at most 128 characters"),
+        ("request_id", "a b", "it must be a string that matches the pattern '"),
+        ("stop", [1], "it must be a string or a list of strings"),
+        (
+            "prompt",
+            [-1],
+            "it must be a string or a list of integers of at least 0 or a list of strings or a list of lists of",
+        ),
+        ("prompt", [1, 2**31], "a list of integers of at most 2147483647"),
+    ],
+)
+async def test_what_a_value_must_be_reads_as_a_sentence(served: Served, field: str, value: Any, words: str) -> None:
+    error = await refused(served, COMPLETIONS, BODIES[COMPLETIONS] | {field: value})
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"type": "text"}, "messages[0].content[0].text is missing; a part of type 'text' needs it as a string"),
+        ({"type": "text", "text": 5}, "messages[0].content[0].text is a int; a part of type 'text' needs it"),
+        ({"type": "image_url", "text": "x"}, "only text parts are understood"),
+    ],
+)
+async def test_a_part_without_its_text_says_what_it_lacks(served: Served, part: dict[str, Any], words: str) -> None:
+    error = await refused(served, CHAT, {"messages": [{"role": "user", "content": [part]}]})
+    assert words in error["message"]
+    assert error["param"] == "messages[0].content[0]"
+
+
+async def test_a_broken_template_of_a_request_is_not_said_to_be_the_server_s(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    error = await refused(served, CHAT, {"messages": HI, "chat_template": "{% if"})
+    assert "does not compile" in error["message"]
+    assert error["param"] == "chat_template"
+    assert "does not compile" not in caplog.text
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'"text"', b"\xff\xfe", b"[" * 100_000, b'{"prompt": NaN}'])
 async def test_a_body_that_is_no_object(served: Served, content: bytes) -> None:
     answer = await served.http.post(COMPLETIONS, content=content)

@@ -47,6 +47,16 @@ async def test_chats_are_searched_too(served: Served) -> None:
     assert all(len(prompt) < 60 for prompt, _, _ in served.engine.seen)
 
 
+@pytest.mark.parametrize(("skips", "texts"), [(None, ["", "J"]), (True, ["", "J"]), (False, ["HHH", "HHJ"])])
+async def test_special_tokens_are_shown_where_that_is_asked_for(
+    served: Served, monkeypatch: pytest.MonkeyPatch, skips: bool | None, texts: list[str]
+) -> None:
+    monkeypatch.setattr(served.engine.tokenizer, "special_ids", frozenset(b"H"), raising=False)
+    body = {"prompt": "a", "n": 2, "max_tokens": 3, "use_beam_search": True, "skip_special_tokens": skips}
+    answer = (await served.http.post(COMPLETIONS, json=body)).json()
+    assert [choice["text"] for choice in answer["choices"]] == texts
+
+
 @pytest.mark.parametrize(
     ("path", "values", "param"),
     [

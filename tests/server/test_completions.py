@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from pagemill.config import ServerConfig
@@ -205,6 +207,20 @@ async def test_answers_fit_their_own_schema(served: Served) -> None:
     body = {"prompt": ["a", "b"], "logprobs": 2, "echo": True, "prompt_logprobs": 1, "return_token_ids": True}
     answer = await served.http.post(PATH, json=body)
     CompletionResponse.model_validate_json(answer.content, strict=True)
+
+
+async def test_many_prompts_are_queued_a_bounded_number_a_turn_of_the_loop(served: Served) -> None:
+    served.engine.gate.clear()
+    body = {"prompt": [[65]] * 300, "n": 2, "max_tokens": 1}
+    asked = asyncio.create_task(served.http.post(PATH, json=body))
+    before, most = 0, 0
+    while before < 300:
+        await asyncio.sleep(0)
+        now = len(served.engine.seen)
+        before, most = now, max(most, now - before)
+    served.engine.gate.set()
+    assert most == 32  # 64 sequences
+    assert len((await asked).json()["choices"]) == 600
 
 
 async def test_prompts_of_one_request_are_queued_together_or_not_at_all(served: Served) -> None:

@@ -24,7 +24,7 @@ TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": SCHE
 
 @pytest.fixture(scope="module")
 def embedded(embedded_source: ModelSource) -> Iterator[ServeProcess]:
-    with serve_process("--max-model-len", "2048", "--max-num-seqs", "16") as running:
+    with serve_process("--max-model-len", "2048", "--max-num-seqs", "16", "--max-num-batched-tokens", "256") as running:
         yield running
 
 
@@ -48,6 +48,30 @@ def test_a_stream_says_what_the_whole_answer_says(embedded: ServeProcess, number
     assert found == expected, body
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert usage[name] == whole["usage"][name], body
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_stream_has_the_prompt_s_logprobs_whatever_the_prompt_s_chunks(embedded: ServeProcess, path: str) -> None:
+    rng = random.Random(5)
+    body: dict[str, Any] = {"max_tokens": 2, "temperature": 0, "n": 2, "prompt_logprobs": 1}
+    if path == COMPLETIONS:
+        body |= {"prompt": [rng.randrange(100, 40000) for _ in range(900)], "echo": True, "logprobs": 1}
+    else:
+        words = rng.choices(["cat", "dog", "house", "tree"], k=900)
+        body |= {"messages": [{"role": "user", "content": " ".join(words)}]}
+    with httpx.Client(base_url=embedded.url, timeout=TIMEOUT_S) as http:
+        whole = http.post(path, json=body).json()
+        events = http.post(path, json=body | {"stream": True, "stream_options": {"include_usage": True}}).text
+    assert folded(path, events)[0] == {choice["index"]: shown(path, choice) for choice in whole["choices"]}
+    told = [json.loads(event.removeprefix("data: ")) for event in events.split("\n\n") if event.startswith("data: {")]
+    if path == COMPLETIONS:
+        expected = {choice["index"]: choice["prompt_logprobs"] for choice in whole["choices"]}
+        given = [choice for event in told for choice in event["choices"] if "prompt_logprobs" in choice]
+        assert {choice["index"]: choice["prompt_logprobs"] for choice in given} == expected
+        assert len(given) == 2
+    else:
+        assert [event["prompt_logprobs"] for event in told if "prompt_logprobs" in event] == [whole["prompt_logprobs"]]
 
 
 @pytest.mark.timeout(TIMEOUT_S)

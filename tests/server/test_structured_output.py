@@ -202,3 +202,31 @@ def test_listed_tokens_are_reported_in_place_of_the_best(running: ServeProcess) 
         first = answer.text.split("data: ")[2 if stream else 0]
         (item,) = json.loads(first)["choices"][0]["logprobs"]["content"]
         assert [each["token"] for each in item["top_logprobs"]] == [f"token_id:{index}" for index in ids]
+
+
+@pytest.mark.parametrize(
+    ("limits", "names"),
+    [
+        ({"allowed_token_ids": [], "bad_words": ["e"]}, "allowed_token_ids and bad_words"),
+        ({"structured_outputs": {"regex": "the"}, "bad_words": ["the", "t", "th"]}, "structured_outputs and bad_words"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_parameters_that_forbid_every_token_are_refused_by_their_names_and_hurt_nobody(
+    running: ServeProcess, limits: dict[str, Any], names: str, stream: bool
+) -> None:
+    prompt = list(range(10, 60))
+    if "allowed_token_ids" in limits:
+        asked = {"prompt": "e", "add_special_tokens": False}
+        limits = limits | {"allowed_token_ids": httpx.post(running.url + "/tokenize", json=asked).json()["tokens"]}
+    warm = ask(running, prompt=prompt, max_tokens=1, temperature=0).json()["choices"]
+    answer = ask(running, prompt=prompt, stream=stream, **limits)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert names in error["message"]
+    assert error["param"] == names.split()[0]
+    again = ask(running, prompt=prompt, max_tokens=1, temperature=0).json()
+    assert again["choices"] == warm
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 48
+    metrics = httpx.get(running.url + "/metrics").text.splitlines()
+    assert [line.rsplit(" ", 1)[1] for line in metrics if line.startswith("vllm:corrupted_requests_total")] == ["0.0"]

@@ -72,6 +72,15 @@ def test_a_non_finite_row_is_named_and_the_others_go_on() -> None:
     assert result.token_ids == [[], [next_token(PROMPT)]]
 
 
+def test_a_row_that_allows_no_token_is_named_and_the_others_go_on() -> None:
+    driver = Driver()
+    driver.add("good", PROMPT)
+    driver.add("stuck", [1, 7], allowed_token_ids=[VOCAB + 1])
+    result = driver.step({"stuck": 2, "good": len(PROMPT)})
+    assert (result.nothing_allowed, result.non_finite) == (["stuck"], [])
+    assert result.token_ids == [[], [next_token(PROMPT)]]
+
+
 def test_a_poisoned_prompt_position_fails_a_request_that_asked_for_its_logprobs() -> None:
     driver = Driver()
     driver.backend.poisoned = {77}

@@ -33,6 +33,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     request_id: str
     prompt_token_ids: list[int]
+    """Empty between the processes: those of the request before it, which is another completion of the same prompt."""
     params: SamplingParams
     max_tokens: int
     """Resolved: never None, never past the context length."""
@@ -115,6 +116,8 @@ class StepResult(msgspec.Struct, kw_only=True):
     """Request id -> for the prompt positions of this chunk, candidates of the NEXT prompt token."""
     non_finite: list[str] = []
     """Requests whose logits held NaN or infinity; they got no token."""
+    nothing_allowed: list[str] = []
+    """Requests whose own parameters forbid every token; they got none."""
     pooled: dict[str, bytes] = {}
     """Request id -> its vector as little-endian float32, once its prompt is wholly computed."""
 
@@ -132,6 +135,8 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     error: str | None = None
     error_status: int = 500
     """HTTP status of ``error``."""
+    error_param: str | None = None
+    """The request's field that ``error`` is about, where it is the caller's."""
     pooled: bytes | None = None
     """The vector that was asked for, as :class:`StepResult` has it."""
 

@@ -89,11 +89,18 @@ class PrefixCache:
         self._hasher = hasher
         self._pools = pools
         self._groups = list(zip(pools, windows, strict=True))
+        self._latest: tuple[list[int], bytes, list[bytes]] = ([], b"", [])
+        """The prompt that was hashed last, its root and its hashes: its completions come one after another."""
 
     def open(self, request: Request) -> None:
         """Hash the full blocks of a new request's prompt."""
+        prompt, root = request.message.prompt_token_ids, self._root(request)
+        if self._latest[0] is prompt and self._latest[1] == root:
+            request.block_hashes += self._latest[2]
+            return
         num_blocks = request.num_prompt_tokens // self._hasher.block_size
-        self._hasher.extend(self._root(request), request.block_hashes, request.token_ids, num_blocks)
+        self._hasher.extend(root, request.block_hashes, request.token_ids, num_blocks)
+        self._latest = prompt, root, list(request.block_hashes)
 
     def match(self, request: Request) -> list[list[Block]]:
         """Per group, the block table of the longest prefix that every group holds.

@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from operator import attrgetter
 
+from pagemill.core import failures
 from pagemill.core.block_pool import Block
 from pagemill.core.kv_cache import KVCacheManager, KVCacheSpec
 from pagemill.core.messages import (
@@ -45,8 +46,7 @@ from pagemill.core.policy import Policy, create_policy
 from pagemill.core.request import Request, RequestStatus
 from pagemill.core.slot_usage import SlotUsage
 from pagemill.core.step_budget import StepBudget
-from pagemill.errors import NonFiniteLogitsError, PromptTooLongError, RequestError
-from pagemill.params import FinishReason
+from pagemill.errors import PromptTooLongError, RequestError
 
 __all__ = ["Scheduler"]
 
@@ -400,11 +400,18 @@ class Scheduler:
                 continue  # aborted while the worker computed it
             computed = request.num_computed_tokens = request.num_computed_tokens + count
             if non_finite and request.request_id in non_finite:
-                outputs.append(self._fail(request))
+                self.kv.prefix_cache.forget(request)  # what it cached may be no numbers either
+                outputs.append(failures.non_finite(request))
+                self._end(request)
                 ended = True
                 continue
             if computed >= request.settle_at:
                 self.kv.settle(request)
+            if result.nothing_allowed and request.request_id in result.nothing_allowed:
+                outputs.append(failures.nothing_allowed(request))
+                self._end(request)
+                ended = True
+                continue
             prompt_part = None
             if prompt_logprobs:
                 prompt_part = request.unsent_prompt_logprobs(count, prompt_logprobs.get(request.request_id))
@@ -443,19 +450,6 @@ class Scheduler:
         del self._requests[request.request_id]
         self._finished_ids.append(request.request_id)
         self.kv.free(request)
-
-    def _fail(self, request: Request) -> EngineOutput:
-        """End a request whose logits are not numbers. What it cached may not be either."""
-        self.kv.prefix_cache.forget(request)
-        self._end(request)
-        what = "logits" if request.message.pooling == "none" else "values"
-        return EngineOutput(
-            request_id=request.request_id,
-            new_token_ids=[],
-            finish_reason=FinishReason.ERROR,
-            error=f"the model produced NaN or infinite {what} at token {len(request.token_ids)} of this request",
-            error_status=NonFiniteLogitsError.status,
-        )
 
     # ---- watching ---------------------------------------------------------------------------------------------------
 

@@ -107,17 +107,20 @@ class BeamSearch:
         length = self._max_tokens if self.params.length_penalty > 0 else len(best.token_ids)
         return self._score(best, length) > self._score(self._finished[-1])
 
-    def output(self, request_id: str, prompt: str | None, vocabulary: Vocabulary) -> RequestOutput:
-        """The answer, the best beam first."""
+    def output(
+        self, request_id: str, prompt: str | None, vocabulary: Vocabulary, *, skip_special_tokens: bool = True
+    ) -> RequestOutput:
+        """The answer, the best beam first; its text without special tokens, unless they are wanted."""
+
+        def detokenizer() -> Detokenizer:
+            return Detokenizer(vocabulary, skip_special_tokens=skip_special_tokens, at_start=at_start)
+
         at_start = all(token in vocabulary.special_ids for token in self.prompt_token_ids)
         return RequestOutput(
             request_id=request_id,
             prompt=prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[
-                self._completion(index, beam, Detokenizer(vocabulary, at_start=at_start))
-                for index, beam in enumerate(self._finished)
-            ],
+            outputs=[self._completion(index, beam, detokenizer()) for index, beam in enumerate(self._finished)],
             num_cached_tokens=self._num_cached_tokens,
             finished=True,
         )

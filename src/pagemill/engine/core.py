@@ -23,6 +23,12 @@ from pagemill.params import FinishReason
 __all__ = ["EngineCore", "Grammars", "NoGrammars", "StepExecutor"]
 
 
+TAKEN_IN_A_STEP = 65536
+"""Prompt tokens: those who decode wait for their hashes, some 8 ms."""
+TOKENS_OF_A_COPY = 16
+"""Of a prompt that was taken in just before; it costs as much as one token that was not."""
+
+
 class StepExecutor(Protocol):
     """The part of an executor that a step needs."""
 
@@ -104,6 +110,8 @@ class EngineCore:
         self._grammars: Grammars = grammars or NoGrammars()
         self._pending: StepOutputs | None = None
         self._refused: list[EngineOutput] = []
+        self._arriving: dict[str, EngineRequest] = {}
+        """Requests that were received and are not queued yet, oldest first: a step takes in only so many tokens."""
         self._held: dict[str, EngineRequest] = {}
         """Requests whose grammar is being built."""
         self._stale = False
@@ -143,12 +151,14 @@ class EngineCore:
             self._handle(message)
         if self._held:
             self._release()
+        if self._arriving:
+            self._take_in()
         start_s = self._clock()
         plan = self.scheduler.schedule(start_s)
         if plan is None:
             self.flush()
             if not self._held:
-                return False
+                return bool(self._arriving)
             self._grammars.wait()
             return True
         self._grammars.begin(plan)
@@ -182,18 +192,37 @@ class EngineCore:
 
     def _handle(self, message: ToEngine) -> None:
         if isinstance(message, Add):
-            num_held = len(self._held)
-            for request in message.requests:
-                self._add(request)
-            self._stale |= len(self._held) != num_held
+            self._receive(message.requests)
         elif isinstance(message, Abort):
             for request_id in message.request_ids:
-                self._stale |= self._held.pop(request_id, None) is not None or self.scheduler.abort(request_id)
+                early = self._arriving.pop(request_id, None) or self._held.pop(request_id, None)
+                self._stale |= early is not None or self.scheduler.abort(request_id)
         elif isinstance(message, Call):
             self._sink(self._call(message))
         else:
             assert isinstance(message, Stop)
             self.stopping = True
+
+    def _receive(self, requests: list[EngineRequest]) -> None:
+        """Let requests wait for their turn to be taken in, each with its prompt."""
+        prompt: list[int] = []
+        for request in requests:
+            prompt = request.prompt_token_ids = request.prompt_token_ids or prompt
+            if request.request_id in self._arriving:  # the name is in use, which the second is told
+                self._add(self._arriving.pop(request.request_id))
+            self._arriving[request.request_id] = request
+
+    def _take_in(self) -> None:
+        """Queue what has arrived, at most so much that a step is not held up."""
+        left, prompt = TAKEN_IN_A_STEP, None
+        num_held = len(self._held)
+        while self._arriving and left > 0:
+            request = self._arriving.pop(next(iter(self._arriving)))
+            num_tokens = len(request.prompt_token_ids)
+            left -= num_tokens if request.prompt_token_ids is not prompt else 1 + num_tokens // TOKENS_OF_A_COPY
+            prompt = request.prompt_token_ids
+            self._add(request)
+        self._stale |= len(self._held) != num_held
 
     def _add(self, request: EngineRequest) -> None:
         """Queue a request, or hold it while its grammar is built."""
@@ -210,6 +239,7 @@ class EngineCore:
                     finish_reason=FinishReason.ERROR,
                     error=str(error),
                     error_status=error.status,
+                    error_param=error.param if isinstance(error, RequestError) else None,
                 )
             )
 
@@ -242,7 +272,7 @@ class EngineCore:
             start_s,
             num_tokens,
             now.num_running,
-            now.num_waiting + len(self._held),
+            now.num_waiting + len(self._held) + len(self._arriving),
             now.kv_cache_usage,
             now.prefix_query_tokens_total,
             now.prefix_hit_tokens_total,

@@ -49,7 +49,7 @@ logger = logging.getLogger("pagemill.engine")
 SHORT_PROMPT_CHARS = 4096
 """Prompts up to this length are tokenised on the event loop: a thread costs more."""
 ADMITTED_A_TURN = 64
-"""Inputs of one request that are queued before others get a turn (about a millisecond)."""
+"""Sequences of one request that are queued before others get a turn (about a millisecond)."""
 RESTART_PAUSES_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Before the first, second, ... start in a row; the last one repeats."""
 HEALTHY_S = 60.0

@@ -35,6 +35,7 @@ __all__ = [
     "main",
     "one_line",
     "read_frame",
+    "told",
     "write_frame",
 ]
 
@@ -105,26 +106,31 @@ def checked(order: Order) -> Answer:
     try:
         grammar = _translated(order.form, order.text, order.options)
         failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits())
-        if not failed:
-            _try_out(grammar)
+        problem = None if failed else _try_out(grammar)
     except Exception as error:  # noqa: BLE001
         return Answer(error=one_line(error))
     except BaseException:  # noqa: BLE001  (a panic of the Rust library, whose words are for its authors)
         return Answer(error="llguidance fails on it; check its keywords, and write it otherwise")
-    return Answer(error=one_line(messages[0])) if failed else Answer(grammar)
+    if failed:
+        return Answer(error=one_line(messages[0]))
+    return Answer(grammar) if problem is None else Answer(error=problem)
 
 
-def _try_out(grammar: str) -> None:
-    """What the engine does with it first, here where it may take too long or bring the library down.
+def _try_out(grammar: str) -> str | None:
+    """What the engine does with it first, here where it may take too long or bring the library down; what is wrong.
 
     Over a vocabulary of bytes, so that it shows nothing of a grammar that names the model's own tokens.
     """
     from llguidance import LLMatcher
 
     matcher = LLMatcher(_bytes(), grammar, log_level=0, limits=limits())
+    begins = not matcher.is_error()
     signal.setitimer(signal.ITIMER_PROF, MASK_LIMIT_S)
     matcher.compute_bitmask()
     matcher.compute_ff_tokens()
+    if begins and matcher.get_error().startswith(_DEAD_END):
+        return "no text fits it; write it so that at least one does"
+    return None
 
 
 @lru_cache(maxsize=1)
@@ -213,6 +219,16 @@ def _escaped(text: str) -> str:
 
 
 _SPECIAL = frozenset("\\.+*?()|[]{}^$#&-~/")
+
+
+_DEAD_END = "NoExtensionBias"
+
+
+def told(error: str) -> str:
+    """What llguidance says of a matcher that stopped, without the state that it dumps behind it."""
+    if error.startswith(_DEAD_END):
+        return "nothing can follow what was written so far; write it so that every beginning has an end"
+    return one_line(error.split("\n<state>", 1)[0])
 
 
 def one_line(error: object) -> str:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from pagemill.config import EngineConfig
 from pagemill.core.messages import EngineOutput, EngineRequest, NewRow, SchedulerOutput, ending_token_ids
-from pagemill.engine.grammar_check import limits, one_line
+from pagemill.engine.grammar_check import limits, one_line, told
 from pagemill.errors import RequestError
 from pagemill.model_config import ModelConfig
 from pagemill.params import StructuredOutputsParams
@@ -57,6 +57,7 @@ MASK_EVERY = 16
 class _Row:
     """A constrained row of the worker."""
 
+    grammar: str
     matcher: LLMatcher
     pending: int
     """Tokens to compute before one is sampled."""
@@ -195,7 +196,7 @@ class _StepConstraints:
         found = np.stack([row.mask for row in rows])
         for mask, row in zip(found, rows, strict=True):
             if row.matcher.is_error():
-                row.error = one_line(row.matcher.get_error())
+                row.error = told(row.matcher.get_error())
                 mask[:] = 0
                 continue
             if not row.forced and np.count_nonzero(mask) == 1:
@@ -293,9 +294,12 @@ class TokenGrammars:
             if row is None:
                 continue
             if output.finish_reason is not None:
+                if row.error is not None:
+                    # Its lexer may have come to its limit, and copies share it: the next request has one of its own.
+                    self._builds.pop(row.grammar, None)
                 if output.error is not None and row.error is not None:
-                    output.error = f"the grammar cannot be followed any further: {row.error}"
-                    output.error_status = RequestError.status
+                    output.error = f"structured_outputs: the grammar cannot be followed any further: {row.error}"
+                    output.error_status, output.error_param = RequestError.status, "structured_outputs"
                 del self._rows[output.request_id]
             elif output.new_token_ids:
                 row.accept(output.new_token_ids)
@@ -305,8 +309,10 @@ class TokenGrammars:
     def _row(self, new: NewRow, structured: StructuredOutputsParams) -> _Row:
         """A matcher that has seen what the request had produced."""
         produced = new.token_ids[new.num_prompt_tokens :]
+        grammar = _grammar(structured)
         row = _Row(
-            self._build(_grammar(structured)).future.result().deep_copy(),
+            grammar,
+            self._build(grammar).future.result().deep_copy(),
             len(new.token_ids) - new.num_computed_tokens,
             len(produced),
             structured.min_tokens,
@@ -341,7 +347,7 @@ class TokenGrammars:
             tokenizer = self._opened = self._opened or self._open_tokenizer()
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
         if matcher.is_error():
-            raise RequestError(f"structured_outputs: {one_line(matcher.get_error())}", param="structured_outputs")
+            raise RequestError(f"structured_outputs: {told(matcher.get_error())}", param="structured_outputs")
         return matcher
 
     def _open_tokenizer(self) -> LLTokenizer:

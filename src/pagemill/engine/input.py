@@ -10,6 +10,7 @@ import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import msgspec
@@ -26,6 +27,8 @@ __all__ = ["InputProcessor", "PreparedRequest", "TextTokens", "check_request"]
 
 _SEED_MASK = 2**64 - 1
 MAX_PRIORITY = 2**31 - 1
+KEPT_BAD_WORDS = 16
+"""Lists of bad words whose ids are kept: the prompts of one request come one after another with the same list."""
 NO_OUTPUT = SamplingParams(max_tokens=0, detokenize=False)
 """Of a request that wants a vector."""
 
@@ -44,6 +47,9 @@ class TextTokens(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Text to ids."""
 
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """The same for many texts."""
+
     def token_to_id(self, token: str) -> int | None:
         """The id of exactly this token."""
 
@@ -59,7 +65,7 @@ class PreparedRequest:
     params: SamplingParams
     """With ``max_tokens`` resolved."""
     requests: list[EngineRequest]
-    """One per completion."""
+    """One per completion. The first alone carries the prompt: a long one is sent once, however many there are."""
     stop_by_id: dict[int, str]
     """Stop strings that are one special token each, which the engine can stop at by id."""
 
@@ -112,6 +118,7 @@ class InputProcessor:
         self._clamp = clamp
         self._policy = config.scheduling_policy
         self._random = random.Random(config.seed)
+        self._bad_words_ids = lru_cache(KEPT_BAD_WORDS)(self._encode_bad_words)
 
     def prepare(
         self,
@@ -138,7 +145,7 @@ class InputProcessor:
         params = msgspec.structs.replace(params, max_tokens=max_tokens)
         stop_by_id = self._stop_by_id(params)
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
-        bad_words = [ids for word in params.bad_words for ids in self._bad_word(word)]
+        bad_words = self._bad_words_ids(params.bad_words) if params.bad_words else []
         unique = os.urandom(4).hex()
         requests = []
         for index in range(params.n):
@@ -151,7 +158,7 @@ class InputProcessor:
             requests.append(
                 EngineRequest(
                     request_id=f"{request_id}-{unique}" + (f"-{index}" if params.n > 1 else ""),
-                    prompt_token_ids=prompt_token_ids,
+                    prompt_token_ids=[] if index else prompt_token_ids,
                     params=child,
                     max_tokens=max_tokens,
                     arrival_time_s=arrival_s,
@@ -314,15 +321,14 @@ class InputProcessor:
                 found[token_id] = stop
         return found
 
-    def _bad_word(self, word: str) -> list[list[int]]:
-        """A bad word's ids at the start of a text and after a space."""
-        bare = word.lstrip()
-        found: list[list[int]] = []
-        for text in (bare, " " + bare) if bare else (word,):
-            token_ids = self.tokenizer.encode(text, add_special_tokens=False)
-            if token_ids and token_ids not in found:
-                found.append(token_ids)
-        return found
+    def _encode_bad_words(self, words: tuple[str, ...]) -> list[list[int]]:
+        """Each word's ids at the start of a text and after a space. The list is shared by all who ask for it."""
+        texts = []
+        for word in words:
+            bare = word.lstrip()
+            texts += [bare, " " + bare] if bare else [word]
+        encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [list(ids) for ids in dict.fromkeys(map(tuple, encoded)) if ids]
 
     def _check_priority(self, priority: int) -> None:
         if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:

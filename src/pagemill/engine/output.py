@@ -173,7 +173,8 @@ class RequestState:
     """A request that someone waits for: its completions, and what was not taken yet."""
 
     __slots__ = (
-        *("_changed", "_pooled", "_prompt_logprobs", "arrival_s", "caller", "children", "error", "is_queued", "kind"),
+        *("_changed", "_pooled", "_prompt_logprobs", "_prompt_pieces", "arrival_s", "caller", "children", "error"),
+        *("is_queued", "kind"),
         *("num_cached_tokens", "num_unfinished", "on_change", "params", "prompt", "prompt_token_ids", "request_id"),
         "vocabulary",
     )
@@ -210,7 +211,9 @@ class RequestState:
         ]
         self.num_unfinished = len(self.children)
         self._changed: dict[int, CompletionState] = {}
-        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
+        """One entry per prompt token, None for the first; grows with the prompt's chunks."""
+        self._prompt_pieces = Detokenizer(vocabulary, skip_special_tokens=False)
         self._pooled: bytes | None = None
 
     @property
@@ -223,7 +226,7 @@ class RequestState:
         if child.index == 0:
             self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
             if output.new_prompt_logprobs:
-                self._prompt_logprobs += output.new_prompt_logprobs
+                self._append_prompt_logprobs(output.new_prompt_logprobs)
             self._pooled = output.pooled
         if output.error is not None:
             self.error = self.error or _engine_error(output)
@@ -237,8 +240,15 @@ class RequestState:
                 self.append(child, EngineOutput(request_id=child.request_id, new_token_ids=[], finish_reason=reason))
 
     def take(self) -> RequestOutput | None:
-        """What the caller gets now, or None while there is nothing worth saying."""
+        """What the caller gets now, or None while there is nothing worth saying.
+
+        Where prompt logprobs are wanted nothing is said before all of them are there: every output has them, whatever
+        the prompt's chunks.
+        """
         if not self._changed or (self.kind is OutputKind.FINAL and not self.finished):
+            return None
+        wants_prompt, knows_prompt = self.params.prompt_logprobs is not None, self._knows_prompt
+        if wants_prompt and not knows_prompt and self.children[0].finish_reason is None:
             return None
         changed = sorted(self._changed) if self.kind is OutputKind.DELTA else range(len(self.children))
         self._changed = {}
@@ -247,23 +257,26 @@ class RequestState:
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=[self.children[index].take(self.kind) for index in changed],
-            prompt_logprobs=self._take_prompt_logprobs(),
+            prompt_logprobs=self._prompt_logprobs if wants_prompt and knows_prompt else None,
             num_cached_tokens=self.num_cached_tokens,
             finished=self.finished,
             pooled=self._pooled,
         )
 
-    def _take_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """One entry per prompt token, None for the first, once all are there."""
-        wanted = len(self.prompt_token_ids) - 1
-        if self.params.prompt_logprobs is None or len(self._prompt_logprobs) < wanted:
-            return None
-        pieces = Detokenizer(self.vocabulary, skip_special_tokens=False)
-        pieces.feed(self.prompt_token_ids[:1])
-        found: list[dict[int, Logprob] | None] = [None]
-        for token_id, candidates in zip(self.prompt_token_ids[1:], self._prompt_logprobs, strict=False):
-            found.append(_candidates(candidates, self.vocabulary, pieces.feed([token_id])))
-        return found
+    @property
+    def _knows_prompt(self) -> bool:
+        """Whether the prompt logprobs are complete."""
+        return len(self._prompt_logprobs) >= len(self.prompt_token_ids)
+
+    def _append_prompt_logprobs(self, new: list[TokenLogprobs]) -> None:
+        """Take in a chunk's: each is turned into text once, as it comes."""
+        known = len(self._prompt_logprobs)
+        if known == 1:
+            self._prompt_pieces.feed(self.prompt_token_ids[:1])
+        token_ids = self.prompt_token_ids[known : known + len(new)]
+        for token_id, candidates in zip(token_ids, new, strict=False):
+            text = self._prompt_pieces.feed([token_id])
+            self._prompt_logprobs.append(_candidates(candidates, self.vocabulary, text))
 
 
 class OutputProcessor:
@@ -469,5 +482,5 @@ def _engine_error(output: EngineOutput) -> PagemillError:
     """The exception that an output's error stands for."""
     text = output.error or ""
     if output.error_status < 500:
-        return RequestError(text)
+        return RequestError(text, param=output.error_param)
     return NonFiniteLogitsError(text) if output.error_status == 500 else EngineError(text)

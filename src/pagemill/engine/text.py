@@ -38,12 +38,14 @@ class ModelText:
         checkpoint = open_checkpoint(source)
         try:
             tokenizer = load_tokenizer(checkpoint, config.tokenizer)
-            template = tokenizer.chat_template
+            template = ChatTemplate(tokenizer.chat_template, tokenizer) if tokenizer.chat_template else None
+            if template is not None:
+                template.warn_if_broken()
             _ = tokenizer.bound  # takes a moment, which nobody waits for here
             return cls(
                 name=source.name,
                 tokenizer=tokenizer,
-                chat_template=ChatTemplate(template, tokenizer) if template else None,
+                chat_template=template,
                 generation_config=dict(checkpoint.generation_config),
             )
         finally:

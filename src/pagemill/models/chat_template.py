@@ -69,7 +69,7 @@ def template_source(given: str) -> str:
 
 
 class ChatTemplate:
-    """A compiled template. A template that does not compile is logged here, and refuses each conversation."""
+    """A compiled template. One that does not compile refuses each conversation."""
 
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
         self.source = source
@@ -84,6 +84,9 @@ class ChatTemplate:
         else:
             self._loops_over_parts, self._knows_text = _content_kinds(tree)
             self._writes_arguments = _writes_arguments(tree)
+
+    def warn_if_broken(self) -> None:
+        """Tell the log, where this is the server's own template and no single request's."""
         if self._problem is not None:
             logger.warning("the chat template does not compile, so chats are refused: %s", self._problem)
 
@@ -170,8 +173,12 @@ def _text_of(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind in TEXT_PARTS and isinstance(part.get("text"), str):
-        return str(part["text"])
+    if kind in TEXT_PARTS:
+        text = part.get("text")
+        if isinstance(text, str):
+            return text
+        given = f"is a {type(text).__name__}" if "text" in part else "is missing"
+        raise RequestError(f"{where}.text {given}; a part of type {kind!r} needs it as a string", param=where)
     raise RequestError(f"{where} is of type {kind!r}; only text parts are understood", param=where)
 
 

@@ -112,8 +112,10 @@ class AllowedTokens(_SideTable[NDArray[np.int64]]):
 class _Banned:
     single: list[int]
     """Words of one token: never."""
-    longer: list[tuple[tuple[int, ...], int]]
-    """(all tokens but the last, last token)."""
+    longer: dict[tuple[int, ...], list[int]]
+    """All tokens but the last -> last tokens."""
+    lengths: list[int]
+    """Of those beginnings, ascending."""
     tail: list[int]
     """End of the output, as long as the longest first part."""
 
@@ -124,20 +126,25 @@ class BadWords(_SideTable[_Banned]):
     def add(self, row: int, request: RowRequest) -> None:
         words = [word for word in request.bad_words if word and all(0 <= t < self._vocab_size for t in word)]
         if words:
-            longer = [(word[:-1], word[-1]) for word in words if len(word) > 1]
+            longer: dict[tuple[int, ...], list[int]] = {}
+            for word in words:
+                if len(word) > 1:
+                    longer.setdefault(word[:-1], []).append(word[-1])
             produced = request.token_ids[request.num_prompt_tokens :].tolist()
-            self._entries[row] = _Banned([word[0] for word in words if len(word) == 1], longer, produced)
+            single = [word[0] for word in words if len(word) == 1]
+            self._entries[row] = _Banned(single, longer, sorted({len(first) for first in longer}), produced)
 
     def apply(self, logits: torch.Tensor, rows: Rows) -> None:
         for i, entry in self._among(rows):
             banned = set(entry.single)
-            banned.update(last for first, last in entry.longer if tuple(entry.tail[-len(first) :]) == first)
+            for length in entry.lengths:
+                banned.update(entry.longer.get(tuple(entry.tail[-length:]), ()))
             logits[i, sorted(banned)] = -torch.inf
 
     def accept(self, rows: Rows, token_ids: Rows) -> None:
         for i, entry in self._among(rows):
-            most = max((len(first) for first, _ in entry.longer), default=0)
-            entry.tail = [*entry.tail, int(token_ids[i])][-most:] if most else []
+            if entry.lengths:
+                entry.tail = [*entry.tail, int(token_ids[i])][-entry.lengths[-1] :]
 
 
 @dataclass(slots=True, eq=False)

@@ -35,8 +35,9 @@ Rows = NDArray[np.int64]
 class Sampled:
     """What one step's rows got."""
 
-    token_ids: Rows  # [R]; meaningless where non_finite
-    non_finite: NDArray[np.bool_]  # [R]
+    token_ids: Rows  # [R]; meaningless where non_finite or nothing_allowed
+    non_finite: NDArray[np.bool_]  # [R] the model's fault
+    nothing_allowed: NDArray[np.bool_]  # [R] every token is forbidden by what the request asked for
     logprobs: list[TokenLogprobs | None] | None
     """None where no row asked."""
 
@@ -114,7 +115,7 @@ class Sampler:
         asked = np.flatnonzero(self.table.num_logprobs[rows] >= 0)
         drawn = np.flatnonzero(~self.table.greedy[rows])
         tokens, _, finite = self._picker.best(logits) if extremes is None else extremes
-        non_finite = ~finite
+        non_finite, nothing_allowed = ~finite, np.zeros(len(rows), np.bool_)
         if non_finite.any():
             logits[torch.from_numpy(non_finite).to(logits.device)] = 0.0
         processed = _processed(self.table.logprobs_mode[rows[asked]])
@@ -125,23 +126,24 @@ class Sampler:
         if len(changed):
             among = logits if len(changed) == len(rows) else logits[torch.from_numpy(changed).to(logits.device)]
             tokens[changed], highest, _ = self._picker.best(among)
-            nothing = changed[np.isneginf(highest)]  # every token is forbidden
+            nothing = changed[np.isneginf(highest)]
             if len(nothing):
-                non_finite[nothing] = True
+                nothing_allowed[nothing] = True
                 logits[torch.from_numpy(nothing).to(logits.device)] = 0.0
         if len(bound.greedy):
             tokens[bound.greedy], highest = self._picker.best_allowed(logits, bound.greedy, bound.greedy_mask)
-            non_finite[bound.greedy] |= np.isneginf(highest)
+            nothing_allowed[bound.greedy] = np.isneginf(highest)
         if len(drawn):
             tokens[drawn] = self._picker.draw(logits, drawn, self.table, rows[drawn], positions[drawn])
-        self._accept(rows, tokens, non_finite)
+        nothing_allowed &= ~non_finite
+        self._accept(rows, tokens, non_finite | nothing_allowed)
         if not len(asked):
-            return Sampled(tokens, non_finite, None)
+            return Sampled(tokens, non_finite, nothing_allowed, None)
         found: list[TokenLogprobs | None] = [None] * len(rows)
         self._report(found, raw, plain, plain, rows, tokens)
         if len(late):
             self._report(found, self._as_drawn(logits, late, rows, tokens), np.arange(len(late)), late, rows, tokens)
-        return Sampled(tokens, non_finite, found)
+        return Sampled(tokens, non_finite, nothing_allowed, found)
 
     def logprobs(self, logits: torch.Tensor, token_ids: Rows, num_candidates: int) -> list[TokenLogprobs]:
         """Log probabilities of given tokens [n], each in its row of logits [n, V]."""
@@ -181,8 +183,8 @@ class Sampler:
                 processor.apply(logits, rows)
         return np.union1d(processed, bound.written) if len(bound.written) else processed
 
-    def _accept(self, rows: Rows, tokens: Rows, non_finite: NDArray[np.bool_]) -> None:
-        taken = np.flatnonzero(self._processed[rows] & ~non_finite)
+    def _accept(self, rows: Rows, tokens: Rows, failed: NDArray[np.bool_]) -> None:
+        taken = np.flatnonzero(self._processed[rows] & ~failed)
         if len(taken):
             for processor in self._processors:
                 processor.accept(rows[taken], tokens[taken])

@@ -141,6 +141,7 @@ class ServerContext:
     def use_template(self, source: str) -> None:
         """Put this Jinja source in place of the model's own template."""
         self.chat_template = self._own_template(source)
+        self.chat_template.warn_if_broken()
         self.formats = Formats.chosen(self.config, self.chat_template)
 
     def tokens_as_ids(self, wanted: bool | None) -> bool:

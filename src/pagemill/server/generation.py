@@ -17,6 +17,7 @@ from typing import Any
 
 from pagemill.engine.beam_search import BeamSearch, step_params
 from pagemill.engine.detokenizer import Vocabulary
+from pagemill.engine.frontend import ADMITTED_A_TURN
 from pagemill.engine.metrics import Metrics
 from pagemill.errors import PromptTooLongError, QueueFullError, RequestError
 from pagemill.params import BeamSearchParams, RequestOutput, SamplingParams
@@ -207,7 +208,8 @@ async def _beams(engine: Engine, job: Job, params: BeamSearchParams) -> AsyncGen
                 search.advance(list(itertools.islice(outputs, len(step))))
     vocabulary = Vocabulary(engine.tokenizer)
     for index, search in enumerate(searches):
-        yield index, search.output(job.request_id, job.prompts[index].text, vocabulary)
+        skips = job.params.skip_special_tokens
+        yield index, search.output(job.request_id, job.prompts[index].text, vocabulary, skip_special_tokens=skips)
 
 
 async def _side_by_side(engine: Engine, job: Job, kind: str) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -223,8 +225,12 @@ async def _side_by_side(engine: Engine, job: Job, kind: str) -> AsyncGenerator[t
         else:
             queue.put_nowait((index, None))
 
-    pumps = [asyncio.create_task(pump(index)) for index in range(len(job.prompts))]
+    pumps = []
     try:
+        for index in range(len(job.prompts)):
+            if index and index % max(1, ADMITTED_A_TURN // job.params.n) == 0:
+                await asyncio.sleep(0)
+            pumps.append(asyncio.create_task(pump(index)))
         running = len(pumps)
         while running:
             index, item = await queue.get()

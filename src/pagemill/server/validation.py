@@ -5,6 +5,8 @@ Must not know HTTP: files of requests are checked by the same schema.
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from typing import Any
 
@@ -31,6 +33,11 @@ _EXPECTED = {
     "model_type": "an object",
     "model_attributes_type": "an object",
 }
+_PLURALS = {"str": "strings", "int": "integers", "constrained-int": "integers", "float": "numbers"}
+_NOUNS = {"String": "a string", "List": "a list", "Dictionary": "an object", "Value": "a value"}
+_SENTENCE = re.compile(
+    rf"({'|'.join(_NOUNS)}) should (have|match pattern) (.*?)(?: after validation, not .*)?", re.DOTALL
+)
 
 
 def from_validation(error: ValidationError) -> RequestError:
@@ -62,33 +69,39 @@ def _wanted(details: list[Any]) -> str:
     for detail in details:
         if detail["loc"][:1] != details[0]["loc"][:1]:
             continue
-        text = _EXPECTED.get(detail["type"]) or _in_words(detail["msg"])
+        text = _list_wanted(detail) or _EXPECTED.get(detail["type"]) or _as_noun(detail["msg"])
         if text not in options:
             options.append(text)
     return " or ".join(options[:4])
 
 
-_SHOULD = (
-    (re.compile(r"Input should be "), ""),
-    (re.compile(r"(List|Tuple|Set) should have (.*?)( after validation.*)?$"), r"a list of \2"),
-    (re.compile(r"Dictionary should have (.*?)( after validation.*)?$"), r"an object of \1"),
-    (re.compile(r"String should have (.*)"), r"a string of \1"),
-    (re.compile(r"String should match (.*)"), r"a string that matches the \1"),
-)
-"""Pydantic's sentences, as the end of ours."""
+def _list_wanted(detail: Any) -> str | None:
+    """The list that a member of a union is, and how its entries are bounded; None where it is none."""
+    branch = next((part for part in detail["loc"] if isinstance(part, str) and part.startswith("list[")), None)
+    kind = "" if branch is None else branch
+    depth = 0
+    while kind.startswith("list["):
+        kind, depth = kind[len("list[") : -1], depth + 1
+    if not depth or kind not in _PLURALS:
+        return None
+    limit = {"greater_than_equal": ("ge", "least"), "less_than_equal": ("le", "most")}.get(detail["type"])
+    bound = f" of at {limit[1]} {detail['ctx'][limit[0]]}" if limit else ""
+    return f"a list of {'lists of ' * (depth - 1)}{_PLURALS[kind]}{bound}"
 
 
-def _in_words(message: str) -> str:
-    for pattern, words in _SHOULD:
-        if pattern.match(message):
-            return pattern.sub(words, message)
-    return message
+def _as_noun(message: str) -> str:
+    """Pydantic's sentence about a value, to stand after "it must be"."""
+    found = _SENTENCE.fullmatch(message)
+    if found is None:
+        return message.removeprefix("Input should be ")
+    return f"{_NOUNS[found[1]]} {'with' if found[2] == 'have' else 'that matches the pattern'} {found[3]}"
 
 
 def _shown(value: Any) -> str:
-    """A value as JSON, cut."""
+    """A value as JSON, cut; a number that JSON cannot say as Infinity or NaN."""
     try:
-        text = msgspec.json.encode(value).decode()
+        lacks_json = isinstance(value, float) and not math.isfinite(value)
+        text = json.dumps(value) if lacks_json else msgspec.json.encode(value).decode()
     except (TypeError, ValueError, msgspec.MsgspecError):
         text = type(value).__name__
     return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."

@@ -83,35 +83,42 @@ class ModelRunner:
         positions = self.batch.num_tokens[rows].astype(np.int64)
         allowed = None if constraints is None else constraints.of(index)
         sampled = self.sampler.sample(logits, rows, positions, allowed, extremes)
+        failed = sampled.non_finite | sampled.nothing_allowed
         if (
             not result.non_finite
             and len(forward.sampled) == 1
             and len(index) == len(plan.request_ids)
-            and not sampled.non_finite.any()
+            and not failed.any()
         ):
             self.batch.append_tokens(rows, sampled.token_ids)  # the usual step: one token for each request, in order
             result.token_ids = [[token] for token in sampled.token_ids.tolist()]
         else:
-            self._keep_good(plan, result, index, rows, sampled)
+            result.nothing_allowed = [plan.request_ids[i] for i in index[sampled.nothing_allowed].tolist()]
+            self._keep_good(plan, result, index, rows, sampled, failed)
         if sampled.logprobs is not None:
             result.logprobs = [None] * len(plan.request_ids)
             for i, entry in zip(index.tolist(), sampled.logprobs, strict=True):
                 result.logprobs[i] = [entry] if entry is not None and result.token_ids[i] else None
         return result
 
-    def _keep_good(self, plan: SchedulerOutput, result: StepResult, index: Rows, rows: Rows, sampled: Sampled) -> None:
-        """Accept the tokens of the requests ``index`` of the plan, but for those that failed."""
+    def _keep_good(
+        self,
+        plan: SchedulerOutput,
+        result: StepResult,
+        index: Rows,
+        rows: Rows,
+        sampled: Sampled,
+        failed: NDArray[np.bool_],
+    ) -> None:
+        """Accept the tokens of the requests ``index`` of the plan, but for those that ``failed``, now or before."""
         result.token_ids = [[] for _ in plan.request_ids]
-        failed = set(result.non_finite)
-        good = ~sampled.non_finite
-        self.batch.append_tokens(rows[good], sampled.token_ids[good])
-        for i, token, ok in zip(index.tolist(), sampled.token_ids.tolist(), good.tolist(), strict=True):
-            if plan.request_ids[i] in failed:
-                continue
-            if ok:
+        failed_before = set(result.non_finite)
+        self.batch.append_tokens(rows[~failed], sampled.token_ids[~failed])
+        for i, token, bad in zip(index.tolist(), sampled.token_ids.tolist(), failed.tolist(), strict=True):
+            if not bad and plan.request_ids[i] not in failed_before:
                 result.token_ids[i].append(token)
-            else:
-                result.non_finite.append(plan.request_ids[i])
+        named = [plan.request_ids[i] for i in index[sampled.non_finite].tolist()]
+        result.non_finite += [request_id for request_id in named if request_id not in failed_before]
 
     def warm_up(self) -> None:
         """Compute one token of nobody's."""
