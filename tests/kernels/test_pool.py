@@ -68,7 +68,8 @@ def test_a_thread_that_takes_long_slices_passes_them_on_to_nobody() -> None:
     thread = threading.Thread(target=compute)
     thread.start()
     thread.join()
-    assert seen == [100_000_000, before]
+    assert seen == [6_000_000, before]
+    assert before < 6_000_000
     assert slice_ns() == before
 
 
