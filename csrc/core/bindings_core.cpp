@@ -71,7 +71,6 @@ void register_core(nb::module_& m) {
   m.def("num_threads", &num_threads);
   m.def("set_num_threads", &set_num_threads, nb::arg("n"), nb::call_guard<nb::gil_scoped_release>());
   m.def("usable_cores", &usable_cores);
-  m.def("take_long_slices", &take_long_slices);
   m.def("measure_ceiling",
         [](const std::string& kind, double seconds, int64_t bytes) {
           nb::gil_scoped_release release;

@@ -1,6 +1,5 @@
-// What the kernel gives this process. How many physical cores it may use: affinity, then siblings of one core counted
-// once, then the cgroup's CPU quota (v2 cpu.max, v1 cpu.cfs_quota_us), which a container's CPU limit sets. And how soon
-// others get a core that computes.
+// How many physical cores this process may use: affinity, then siblings of one core counted once, then the cgroup's
+// CPU quota (v2 cpu.max, v1 cpu.cfs_quota_us), which a container's CPU limit sets.
 #include <algorithm>
 #include <cmath>
 #include <fstream>
@@ -13,8 +12,6 @@
 
 #if defined(__linux__)
 #include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 namespace pm {
@@ -73,32 +70,7 @@ double quota_cpus() {
 }
 #endif
 
-#if defined(__linux__)
-// include/uapi/linux/sched/types.h, which a distribution's headers may not have.
-struct SchedAttr {
-  uint32_t size = sizeof(SchedAttr), policy = 0;
-  uint64_t flags = 0;
-  int32_t nice = 0;
-  uint32_t priority = 0;
-  uint64_t runtime = 0, deadline = 0, period = 0;
-};
-constexpr uint64_t kResetOnFork = 1;            // SCHED_FLAG_RESET_ON_FORK
-// ns: more than the slice of anybody who asks for none (0.7 to 2.8 ms by the number of CPUs), which is what lets them
-// preempt; and not so much more that two engines on the same cores wait long for each other.
-constexpr uint64_t kLongSlice = 6'000'000;
-#endif
-
 }  // namespace
-
-void take_long_slices() {
-#if defined(__linux__)
-  SchedAttr attr;
-  if (syscall(SYS_sched_getattr, 0, &attr, sizeof attr, 0) != 0 || attr.policy != SCHED_OTHER) return;
-  attr.flags |= kResetOnFork;
-  attr.runtime = kLongSlice;
-  syscall(SYS_sched_setattr, 0, &attr, 0);
-#endif
-}
 
 int usable_cores() {
 #if defined(__linux__)

@@ -100,7 +100,6 @@ class Pool {
 
   void work(int rank) {
     in_region() = true;  // a region opened by a worker is nested by definition
-    take_long_slices();
     uint32_t seen = 0;
     for (;;) {
       wait_for_region(seen);

@@ -91,10 +91,6 @@ int num_threads();
 void set_num_threads(int n);
 // Physical cores that affinity and the cgroup's CPU quota leave to this process; the default of num_threads().
 int usable_cores();
-// The calling thread computes for long: it asks for long time slices. Its share of a core stays what it was, but whoever
-// wakes with less to do (a server with a token to send) gets the core at once, not when the slice is over. Linux from
-// 6.12 on; elsewhere nothing. Threads that it starts do not inherit it; the pool's own have it.
-void take_long_slices();
 
 // Regions begun in this process so far, and whether one runs now: what leaves the cores to the kernels looks here.
 uint64_t regions_begun();

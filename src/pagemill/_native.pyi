@@ -37,9 +37,6 @@ def set_num_threads(n: int) -> None:
 def usable_cores() -> int:
     """Physical cores that affinity and the cgroup's CPU quota leave to this process: num_threads() at the start."""
 
-def take_long_slices() -> None:
-    """For a thread that computes all the time: others that wake get its core at once (Linux from 6.12 on)."""
-
 def measure_ceiling(kind: Literal["int8", "bf16", "f32", "read"], seconds: float = 0.3, size: int = 1 << 28) -> float:
     """The most this machine does on num_threads() threads under the instruction set in force.
 

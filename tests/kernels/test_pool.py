@@ -1,12 +1,9 @@
-"""The thread pool: every task once, threads that the system does not give, and whom the threads make room for."""
+"""The thread pool: every task once, threads that the system does not give, and a number of them that changes."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import threading
-from pathlib import Path
 
 import pytest
 
@@ -40,37 +37,6 @@ print(out.sum().item())
     assert "of 256 threads" in shown[0]
     assert "--num-threads" in shown[0]
     assert float(shown[1]) == pytest.approx(64 * 64)
-
-
-SCHED = Path("/proc/thread-self/sched")
-
-
-def slice_ns() -> int:
-    """The calling thread's time slice."""
-    return int(next(line.split(":")[1] for line in SCHED.read_text().splitlines() if line.startswith("se.slice")))
-
-
-@pytest.mark.skipif(
-    not SCHED.exists() or tuple(map(int, os.uname().release.split(".")[:2])) < (6, 12),
-    reason="Linux lets a thread choose its time slice from 6.12 on",
-)
-def test_a_thread_that_takes_long_slices_passes_them_on_to_nobody() -> None:
-    before = slice_ns()
-    seen = []
-
-    def compute() -> None:
-        native.take_long_slices()
-        seen.append(slice_ns())
-        other = threading.Thread(target=lambda: seen.append(slice_ns()))
-        other.start()
-        other.join()
-
-    thread = threading.Thread(target=compute)
-    thread.start()
-    thread.join()
-    assert seen == [6_000_000, before]
-    assert before < 6_000_000
-    assert slice_ns() == before
 
 
 @pytest.mark.usefixtures("threads")

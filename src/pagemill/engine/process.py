@@ -230,10 +230,6 @@ def _serve(order: StartOrder, front: _Front) -> None:
     core = EngineCore.create(order.config, executor, inbox=front.receive, sink=front.send)
     gc.collect()
     gc.freeze()  # what was made while loading stays; the collector need not walk it during steps
-    with contextlib.suppress(ImportError):  # not built: PyTorch's threads compute
-        from pagemill import _native
-
-        _native.take_long_slices()
     heartbeat.beat()
     front.send(Ready(engine_facts(executor)))
     while not core.stopping:
