@@ -88,7 +88,7 @@ def _llama_sources() -> Path:
     if not source.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
         _run(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", BUILD,
-             "--no-build-isolation", LLAMA_SDIST)  # fmt: skip
+             LLAMA_SDIST)  # fmt: skip
         (archive,) = BUILD.glob("llama_cpp_python-*.tar.gz")
         with tarfile.open(archive) as tar:
             tar.extractall(BUILD, filter="data")

@@ -18,10 +18,9 @@ namespace {
 #endif
 
 float peak_int8(int64_t rounds) {
-  I32 a = splat_i32(0x01010101), raw = a;
+  I32 a = splat_i32(0x01010101), w = a;
   PM_OPAQUE(a);
-  PM_OPAQUE(raw);
-  const W8 w = prepare_w8(raw);
+  PM_OPAQUE(w);
 #define PM_DECLARE(i) I32 c##i = zero_i32();
 #define PM_STEP(i) c##i = dot8(c##i, w, a);
 #define PM_KEEP(i) PM_OPAQUE(c##i);

@@ -6,7 +6,8 @@
 //   any_at_least      whether a >= b in any lane
 //   swap_lanes<D>     lane l from lane l ^ D
 //   + - * /           work on F32
-//   W8, dot8          unsigned 8-bit weights times signed 8-bit activations, 4 at a time, into int32 lanes, exactly
+//   dot8              unsigned 8-bit weights times signed 8-bit activations, 4 at a time, into int32 lanes, exactly
+//                     (AVX2: of rows rounded in pairs, linear/linear.h)
 //   S4, step4, ...    the same for 4-bit weights, over one group of 32
 //
 // Included by *.isa.cpp files only.

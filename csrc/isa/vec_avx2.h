@@ -68,11 +68,8 @@ inline I32 high_nibbles(I32 w) { return _mm256_and_si256(_mm256_srli_epi16(w, 4)
 
 #ifdef PM_ISA_IS_AVXVNNI
 
-constexpr int kW8Offset = 0;
-using W8 = I32;
-inline W8 prepare_w8(I32 w) { return w; }
 // Not the intrinsic: GCC 12 and 13 copy its accumulator to another register and to the stack on every use.
-inline I32 dot8(I32 acc, W8 w, I32 a) {
+inline I32 dot8(I32 acc, I32 w, I32 a) {
   asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(w), "x"(a));
   return acc;
 }
@@ -85,25 +82,18 @@ inline I32 finish4(S4 acc, Offset) { return acc; }
 
 #else
 
-// vpmaddubsw adds two products in int16 and saturates: 255 * 127 * 2 does not fit. So the weight's sign moves to the
-// activation, |w - 128| <= 128 stays unsigned, and 2 * 128 * 127 = 32512 fits: exact. The kernels take out the 128.
-constexpr int kW8Offset = 128;
-struct W8 {
-  I32 value, magnitude;
-};
-inline W8 prepare_w8(I32 w) {
-  // From memory each time: kept in a register, the constant would push an accumulator out.
-  alignas(32) static constexpr uint64_t kFlip[4] = {0x8080808080808080u, 0x8080808080808080u, 0x8080808080808080u,
-                                                    0x8080808080808080u};
-  I32 value;
-  asm("vpxor %2, %1, %0" : "=x"(value) : "x"(w), "m"(kFlip));
-  return {value, _mm256_abs_epi8(value)};
-}
-// The additions are not intrinsics, which are sums to GCC like any other: it adds the products of all unrolled steps to
-// each other first, and keeps them on the stack until then, which halves the speed.
-inline I32 dot8(I32 acc, W8 w, I32 a) {
-  const I32 pairs = _mm256_maddubs_epi16(w.magnitude, _mm256_sign_epi8(a, w.value));
-  asm("vpaddd %1, %0, %0" : "+x"(acc) : "x"(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
+// vpmaddubsw adds two neighbours' products in int16 and saturates; activations are rounded so that it never has to
+// (ActKind::i8_token_pairs). Moving the weight's sign to the activation instead, which leaves it all its 8 bits, costs
+// half as much again: vpsignb and both multiplications share two ports on AMD, and there are two on Intel.
+// From memory each time: kept in a register, the constant would push an accumulator out.
+alignas(32) inline constexpr uint64_t kOnes16[4] = {0x0001000100010001u, 0x0001000100010001u, 0x0001000100010001u,
+                                                    0x0001000100010001u};
+// The addition is no intrinsic, which is a sum to GCC like any other: it adds the products of all unrolled steps to each
+// other first, and keeps them on the stack until then, which halves the speed.
+inline I32 dot8(I32 acc, I32 w, I32 a) {
+  I32 sums;
+  asm("vpmaddwd %2, %1, %0" : "=x"(sums) : "x"(_mm256_maddubs_epi16(w, a)), "m"(kOnes16));
+  asm("vpaddd %1, %0, %0" : "+x"(acc) : "x"(sums));
   return acc;
 }
 

@@ -74,12 +74,9 @@ inline F32 load_f16(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
-// dot8 adds sum(j < 4) of (w[4 l + j] - kW8Offset) * a[j] to lane l.
-constexpr int kW8Offset = 0;
-using W8 = I32;
-inline W8 prepare_w8(I32 w) { return w; }
+// dot8 adds sum(j < 4) of w[4 l + j] * a[j] to lane l.
 // Not the intrinsic: GCC 12 and 13 copy its accumulator to another register and to the stack on every use.
-inline I32 dot8(I32 acc, W8 w, I32 a) {
+inline I32 dot8(I32 acc, I32 w, I32 a) {
   asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(a));
   return acc;
 }

@@ -108,10 +108,7 @@ inline F32 load_f16(const uint16_t* p) {
   return F32{f16_to_f32(p[0]), f16_to_f32(p[1]), f16_to_f32(p[2]), f16_to_f32(p[3])};
 }
 
-constexpr int kW8Offset = 0;
-using W8 = I32;
-inline W8 prepare_w8(I32 w) { return w; }
-inline I32 dot8(I32 acc, W8 w, I32 a) {
+inline I32 dot8(I32 acc, I32 w, I32 a) {
   const U32 u = reinterpret_cast<U32>(w), b = reinterpret_cast<U32>(a);
   const auto byte = [](U32 v) { return reinterpret_cast<I32>(v & 255u); };
   const auto signed_byte = [](U32 v) { return reinterpret_cast<I32>(v) >> 24; };

@@ -75,8 +75,14 @@ const char* kind_name(WeightKind kind) {
   return kNames[static_cast<int>(kind)];
 }
 
-PackedLinear create(const std::string& kind, int64_t rows, int64_t k, bool gated, bool bias, int group, bool has_min) {
-  return new_packed({kind_by_name(kind), rows, k, gated, bias, group, has_min});
+const char* act_kind_name(ActKind kind) {
+  constexpr const char* kNames[] = {"f32", "bf16", "i8_token", "i8_group", "i8_token_pairs", "i8_group_pairs"};
+  return kNames[static_cast<int>(kind)];
+}
+
+PackedLinear create(const std::string& kind, int64_t rows, int64_t k, bool gated, bool bias, int group, bool has_min,
+                    int bits) {
+  return new_packed({kind_by_name(kind), rows, k, gated, bias, group, has_min, bits});
 }
 
 void write_floats(PackedLinear& w, int64_t first, const AnyMatrix& rows) {
@@ -202,16 +208,17 @@ double time_linear(nb::sequence copies, int64_t rows, int64_t repeats, bool prep
   return total / static_cast<double>(weights.size());
 }
 
-void quantize_token(const FloatMatrix& x, Mat<int8_t> q, Mat<float> scale, Mat<int32_t> sum) {
+void quantize_token(const FloatMatrix& x, Mat<int8_t> q, Mat<float> scale, Mat<int32_t> sum, bool pairs) {
   const int64_t rows = dim(x, 0), k = dim(x, 1), ld = row_stride(x, "x");
+  const ActKind kind = pairs ? ActKind::i8_token_pairs : ActKind::i8_token;
   check_shape(q, rows, k, "q");
   check_shape(scale, rows, 1, "scale");
   check_shape(sum, rows, 1, "sum");
   if (k > kMostTokenK) refuse("x has rows of ", k, " values; int8 takes up to ", kMostTokenK, ", as their sums are int32");
   nb::gil_scoped_release release;
-  Buffer memory(static_cast<size_t>(activation_row_bytes(ActKind::i8_token, k)));
+  Buffer memory(static_cast<size_t>(activation_row_bytes(kind, k)));
   for (int64_t i = 0; i < rows; ++i) {
-    pick_linear().prepare_row(ActKind::i8_token, x.data() + i * ld, k, memory.as<>());
+    pick_linear().prepare_row(kind, x.data() + i * ld, k, memory.as<>());
     const auto* head = memory.as<TokenHead>();
     scale.data()[i] = head->scale;
     sum.data()[i] = head->sum128 / 128;
@@ -219,15 +226,16 @@ void quantize_token(const FloatMatrix& x, Mat<int8_t> q, Mat<float> scale, Mat<i
   }
 }
 
-void quantize_group(const FloatMatrix& x, Mat<int8_t> q, Mat<float> scale, Mat<int32_t> sum) {
+void quantize_group(const FloatMatrix& x, Mat<int8_t> q, Mat<float> scale, Mat<int32_t> sum, bool pairs) {
   const int64_t rows = dim(x, 0), k = dim(x, 1), ld = row_stride(x, "x"), groups = (k + kActGroup - 1) / kActGroup;
+  const ActKind kind = pairs ? ActKind::i8_group_pairs : ActKind::i8_group;
   check_shape(q, rows, k, "q");
   check_shape(scale, rows, groups, "scale");
   check_shape(sum, rows, groups, "sum");
   nb::gil_scoped_release release;
-  Buffer memory(static_cast<size_t>(activation_row_bytes(ActKind::i8_group, k)));
+  Buffer memory(static_cast<size_t>(activation_row_bytes(kind, k)));
   for (int64_t i = 0; i < rows; ++i) {
-    pick_linear().prepare_row(ActKind::i8_group, x.data() + i * ld, k, memory.as<>());
+    pick_linear().prepare_row(kind, x.data() + i * ld, k, memory.as<>());
     for (int64_t g = 0; g < groups; ++g) {
       const GroupRecord& record = memory.as<GroupRecord>()[g];
       scale.data()[i * groups + g] = record.scale;
@@ -250,10 +258,11 @@ void hadamard(const Rows2d<float>& x, int64_t block) {
 void register_linear(nb::module_& m) {
   nb::class_<PackedLinear>(m, "PackedLinear")
       .def("__init__", [](PackedLinear* self, const std::string& kind, int64_t rows, int64_t k, bool gated, bool bias,
-                          int group, bool has_min) {
-             new (self) PackedLinear(create(kind, rows, k, gated, bias, group, has_min));
+                          int group, bool has_min, int bits) {
+             new (self) PackedLinear(create(kind, rows, k, gated, bias, group, has_min, bits));
            }, nb::arg("kind"), nb::arg("rows"), nb::arg("k"), nb::kw_only(), nb::arg("gated") = false,
-           nb::arg("bias") = false, nb::arg("group") = 0, nb::arg("has_min") = false)
+           nb::arg("bias") = false, nb::arg("group") = 0, nb::arg("has_min") = false,
+           nb::arg("bits") = 8)
       .def("write_floats", &write_floats, nb::arg("first"), nb::arg("rows"))
       .def("write_int8", &write_int8, nb::arg("first"), nb::arg("q"), nb::arg("scale"))
       .def("write_groups", &write_groups, nb::arg("first"), nb::arg("q"), nb::arg("scale"),
@@ -266,13 +275,15 @@ void register_linear(nb::module_& m) {
       .def_ro("gated", &PackedLinear::gated)
       .def_ro("group", &PackedLinear::group)
       .def_ro("has_min", &PackedLinear::has_min)
-      .def_prop_ro("activation_kind", [](const PackedLinear& w) { return static_cast<int>(activation_kind(w)); })
+      .def_prop_ro("activation_kind", [](const PackedLinear& w) { return act_kind_name(activation_kind(w)); })
       .def_prop_ro("nbytes", &PackedLinear::bytes);
   m.def("linear", &linear, nb::arg("x"), nb::arg("w"), nb::arg("out"), nb::kw_only(),
         nb::arg("rows").none() = nb::none(), nb::arg("accumulate") = false, nb::arg("gate") = "silu");
   m.def("time_linear", &time_linear, nb::arg("copies"), nb::arg("rows"), nb::arg("repeats"), nb::arg("prepare") = false);
-  m.def("quantize_token", &quantize_token, nb::arg("x"), nb::arg("q"), nb::arg("scale"), nb::arg("total"));
-  m.def("quantize_group", &quantize_group, nb::arg("x"), nb::arg("q"), nb::arg("scale"), nb::arg("total"));
+  m.def("quantize_token", &quantize_token, nb::arg("x"), nb::arg("q"), nb::arg("scale"), nb::arg("total"),
+        nb::arg("pairs") = false);
+  m.def("quantize_group", &quantize_group, nb::arg("x"), nb::arg("q"), nb::arg("scale"), nb::arg("total"),
+        nb::arg("pairs") = false);
   m.def("hadamard", &hadamard, nb::arg("x"), nb::arg("block"));
 }
 

@@ -162,12 +162,8 @@ struct FinishInt8 {
   static constexpr bool kColumnScale = true;
   const TokenHead* head;
   explicit FinishInt8(const std::byte* row) : head(reinterpret_cast<const TokenHead*>(row)) {}
-  // Packed weights are w + 128, of which the product took off kW8Offset.
-  F32 value(F32 sum) const {
-    I32 v = as_i32(sum);
-    if constexpr (kW8Offset == 0) v = sub(v, splat_i32(head->sum128));
-    return to_f32(v) * splat(head->scale);
-  }
+  // Packed weights are w + 128.
+  F32 value(F32 sum) const { return to_f32(sub(as_i32(sum), splat_i32(head->sum128))) * splat(head->scale); }
 };
 
 struct FinishGroup {

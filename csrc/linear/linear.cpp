@@ -12,19 +12,23 @@ int64_t activation_row_bytes(ActKind kind, int64_t k) {
   switch (kind) {
     case ActKind::f32: return padded(k * 4);
     case ActKind::bf16: return padded(k * 2);
-    case ActKind::i8_token: return kTokenHead + padded(k);
-    case ActKind::i8_group: return padded((k + kActGroup - 1) / kActGroup * static_cast<int64_t>(sizeof(GroupRecord)));
+    case ActKind::i8_token:
+    case ActKind::i8_token_pairs: return kTokenHead + padded(k);
+    case ActKind::i8_group:
+    case ActKind::i8_group_pairs: return padded((k + kActGroup - 1) / kActGroup * static_cast<int64_t>(sizeof(GroupRecord)));
   }
   return 0;
 }
 
 ActKind activation_kind(const PackedLinear& w) {
+  // 2 * 127 * 127 fits int16, which the products of two neighbours are added in.
+  const bool pairs = current_isa() == Isa::avx2 && w.bits == 8;
   switch (w.kind) {
     case WeightKind::f32: return ActKind::f32;
     case WeightKind::bf16: return current_isa() == Isa::avx512bf16 ? ActKind::bf16 : ActKind::f32;
-    case WeightKind::int8: return ActKind::i8_token;
-    case WeightKind::group4:
-    case WeightKind::group8: return ActKind::i8_group;
+    case WeightKind::int8: return pairs ? ActKind::i8_token_pairs : ActKind::i8_token;
+    case WeightKind::group4: return ActKind::i8_group;
+    case WeightKind::group8: return pairs ? ActKind::i8_group_pairs : ActKind::i8_group;
   }
   return ActKind::f32;
 }

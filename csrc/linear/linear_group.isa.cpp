@@ -27,13 +27,11 @@ struct GroupKind {
   static constexpr int kGroupBytes = kStepBytes * (Bits == 4 ? 4 : 8);
   static constexpr int kScaleStride = Min ? 2 * kPanel : kPanel;  // float16 values of one scale group
   static constexpr int kScaleHalves = Half ? 2 * kScaleStride : kScaleStride;  // at most, of 32 values along K
-  // dot8 sums (q - kW8Offset) a, and the kind means (q - zero) a: the difference, from a record's offset, -8 (sum of a).
+  // dot8 sums q a, and the kind means (q - zero) a: the difference, from a record's offset, -8 (sum of a).
   static constexpr int kZero = Min ? 0 : Bits == 4 ? 8 : 128;
-  static constexpr int kMissing = Bits == 4 ? kZero : kZero - kW8Offset;  // 0, 8, 128 or -128
   static I32 offset(int32_t minus_8_sums) {
-    if constexpr (kMissing == 8) return splat_i32(minus_8_sums);
-    if constexpr (kMissing == 128) return shift_left<4>(splat_i32(minus_8_sums));
-    if constexpr (kMissing == -128) return sub(zero_i32(), shift_left<4>(splat_i32(minus_8_sums)));
+    if constexpr (kZero == 8) return splat_i32(minus_8_sums);
+    if constexpr (kZero == 128) return shift_left<4>(splat_i32(minus_8_sums));
     return zero_i32();
   }
 };
@@ -150,8 +148,8 @@ void sum_group(const std::byte* act, int64_t row_bytes, const std::byte* w, cons
         for (int i = 0; i < kSteps / kParts; ++i) {
           const int step = part * (kSteps / kParts) + i;
           const std::byte* at = w + step * kStepBytes;
-          const W8 w0 = prepare_w8(load_i32(at));
-          [[maybe_unused]] const W8 w1 = NV > 1 ? prepare_w8(load_i32(at + kLanes * 4)) : w0;
+          const I32 w0 = load_i32(at);
+          [[maybe_unused]] const I32 w1 = NV > 1 ? load_i32(at + kLanes * 4) : w0;
           prefetch(at + kAhead);
           prefetch_second_level(next + step * ahead.stride);
           if constexpr (NV > 1) {

@@ -24,6 +24,14 @@ inline __m256i absmax_lanes(const float* x) {
   };
   return max_lanes(max_lanes(at(0), at(1)), max_lanes(at(2), at(3)));
 }
+// Of the sums of neighbours.
+inline __m256i absmax_pair_lanes(const float* x) {
+  const auto at = [&](int i) {
+    const __m256 sums = _mm256_hadd_ps(_mm256_loadu_ps(x + 16 * i), _mm256_loadu_ps(x + 16 * i + 8));
+    return _mm256_and_si256(_mm256_castps_si256(sums), _mm256_set1_epi32(0x7FFFFFFF));
+  };
+  return max_lanes(at(0), at(1));
+}
 inline float largest(__m256i lanes) {
   __m128i m = _mm_max_epi32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1));
   m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4E));
@@ -64,6 +72,11 @@ inline uint32_t absmax_lanes(const float* x) {
   }
   return most;
 }
+inline uint32_t absmax_pair_lanes(const float* x) {
+  float sums[32] = {};
+  for (int i = 0; i < 32; i += 2) sums[i] = x[i] + x[i + 1];
+  return absmax_lanes(sums);
+}
 inline float largest(uint32_t lanes) {
   float most;
   std::memcpy(&most, &lanes, 4);
@@ -98,31 +111,42 @@ struct Tail {
   Tail(const float* x, int64_t n) { std::memcpy(values, x, static_cast<size_t>(n) * sizeof(float)); }
 };
 
-}  // namespace
+// What is to be 127 steps: the largest magnitude, with Pairs also of the sums of neighbours. Rounding adds at most one
+// step to such a sum.
+template <bool Pairs>
+auto reach_lanes(const float* x) {
+  if constexpr (Pairs) return max_lanes(absmax_lanes(x), absmax_pair_lanes(x));
+  return absmax_lanes(x);
+}
 
+// x [k] -> q [k] int8 = round-to-nearest-even(x * 127 / reach), scale = reach / 127, and the sum of q. A row of zeros
+// gives scale 0 and zeros. q has room for k rounded up to 32; what is beyond k is zeroed.
+template <bool Pairs>
 void quantize_row_token(const float* x, int64_t k, int8_t* q, float& scale, int32_t& sum) {
   const int64_t whole = k / kActGroup * kActGroup;
   const Tail tail(x + whole, k - whole);
-  auto lanes = absmax_lanes(tail.values);
-  for (int64_t i = 0; i < whole; i += kActGroup) lanes = max_lanes(lanes, absmax_lanes(x + i));
-  const float absmax = largest(lanes);
-  const float inverse = absmax > kSmallest ? 127.0f / absmax : 0.0f;
+  auto lanes = reach_lanes<Pairs>(tail.values);
+  for (int64_t i = 0; i < whole; i += kActGroup) lanes = max_lanes(lanes, reach_lanes<Pairs>(x + i));
+  const float reach = largest(lanes);
+  const float inverse = reach > kSmallest ? 127.0f / reach : 0.0f;
   Sums sums = no_sums();
   for (int64_t i = 0; i < whole; i += kActGroup) sums = add_sums(sums, round_32(x + i, inverse, q + i));
   if (whole < k) sums = add_sums(sums, round_32(tail.values, inverse, q + whole));
   int32_t first, second;
   halves(sums, first, second);
-  scale = absmax * kOver127;
+  scale = reach * kOver127;
   sum = first + second;
 }
 
+// The same for each 32 values: ceil(k / 32) records, the last padded with zeros.
+template <bool Pairs>
 void quantize_row_group(const float* x, int64_t k, GroupRecord* out) {
   const auto record = [](const float* group, GroupRecord* to) {
-    const float absmax = largest(absmax_lanes(group));
-    const float inverse = absmax > kSmallest ? 127.0f / absmax : 0.0f;
+    const float reach = largest(reach_lanes<Pairs>(group));
+    const float inverse = reach > kSmallest ? 127.0f / reach : 0.0f;
     int32_t first, second;
     halves(round_32(group, inverse, to->q), first, second);
-    to->scale = absmax * kOver127;
+    to->scale = reach * kOver127;
     to->scaled_sum = to->scale * static_cast<float>(first + second);
     to->offset = -8 * (first + second);
     to->half_offset = -8 * first;
@@ -132,6 +156,7 @@ void quantize_row_group(const float* x, int64_t k, GroupRecord* out) {
   if (const int64_t rest = k - whole * kActGroup; rest > 0) record(Tail(x + whole * kActGroup, rest).values, out + whole);
 }
 
+// x [k] -> bfloat16, round to nearest even; NaN stays NaN.
 void round_row_bf16(const float* x, int64_t k, uint16_t* out) {
   for (int64_t i = 0; i < k; ++i) {
     uint32_t bits;
@@ -141,6 +166,16 @@ void round_row_bf16(const float* x, int64_t k, uint16_t* out) {
     out[i] = static_cast<uint16_t>((bits & 0x7FFFFFFFu) > 0x7F800000u ? nan : rounded);
   }
 }
+
+template <bool Pairs>
+void prepare_token_row(const float* x, int64_t k, std::byte* row) {
+  auto* head = reinterpret_cast<TokenHead*>(row);
+  int32_t sum;
+  quantize_row_token<Pairs>(x, k, reinterpret_cast<int8_t*>(row + kTokenHead), head->scale, sum);
+  head->sum128 = 128 * sum;
+}
+
+}  // namespace
 
 void prepare_row(ActKind kind, const float* x, int64_t k, std::byte* row) {
   const auto zero_from = [&](int64_t used) {
@@ -155,15 +190,13 @@ void prepare_row(ActKind kind, const float* x, int64_t k, std::byte* row) {
       round_row_bf16(x, k, reinterpret_cast<uint16_t*>(row));
       zero_from(k * 2);
       break;
-    case ActKind::i8_token: {
-      auto* head = reinterpret_cast<TokenHead*>(row);
+    case ActKind::i8_token:
+    case ActKind::i8_token_pairs:
       zero_from(kTokenHead + (k + kActGroup - 1) / kActGroup * kActGroup);
-      int32_t sum;
-      quantize_row_token(x, k, reinterpret_cast<int8_t*>(row + kTokenHead), head->scale, sum);
-      head->sum128 = 128 * sum;
+      kind == ActKind::i8_token ? prepare_token_row<false>(x, k, row) : prepare_token_row<true>(x, k, row);
       break;
-    }
-    case ActKind::i8_group: quantize_row_group(x, k, reinterpret_cast<GroupRecord*>(row)); break;
+    case ActKind::i8_group: quantize_row_group<false>(x, k, reinterpret_cast<GroupRecord*>(row)); break;
+    case ActKind::i8_group_pairs: quantize_row_group<true>(x, k, reinterpret_cast<GroupRecord*>(row)); break;
   }
 }
 

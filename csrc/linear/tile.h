@@ -70,11 +70,11 @@ struct StepBf16Widened {  // two k, bfloat16 weights widened to float, float act
 
 struct StepInt8 {  // four k
   using Acc = I32;
-  using Weights = W8;
+  using Weights = I32;
   static constexpr int kActBytes = 4;
-  static constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? (kW8Offset == 0 ? 6 : 4) : 2;
+  static constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 2;
   static Acc zero() { return zero_i32(); }
-  static Weights weights(const std::byte* p) { return prepare_w8(load_i32(p)); }
+  static Weights weights(const std::byte* p) { return load_i32(p); }
   static I32 act(const std::byte* p) { return splat_word(p); }
   static Acc dot(Acc acc, const Weights& w, I32 a) { return dot8(acc, w, a); }
   static F32 bits(Acc acc) { return as_f32(acc); }

@@ -237,9 +237,11 @@ void moe(BoundProgram& p, int router, int act, int out, nb::sequence gate_up_lis
   const auto num_experts = static_cast<int64_t>(gate_up.size());
   if (top_k < 1 || top_k > num_experts) refuse("top_k is ", top_k, "; it must be 1 to the ", num_experts, " experts");
   for (size_t e = 0; e < gate_up.size(); ++e) {
-    check(gate_up[e]->gated && gate_up[e]->k == gate_up[0]->k && gate_up[e]->n == gate_up[0]->n &&
-              gate_up[e]->kind == gate_up[0]->kind && down[e]->k == gate_up[0]->n && down[e]->n == gate_up[0]->k &&
-              !down[e]->gated && down[e]->kind == down[0]->kind,
+    const auto like = [](const PackedLinear* a, const PackedLinear* b) {
+      return a->k == b->k && a->n == b->n && a->kind == b->kind && a->bits == b->bits;
+    };
+    check(gate_up[e]->gated && like(gate_up[e], gate_up[0]) && !down[e]->gated && like(down[e], down[0]) &&
+              down[e]->k == gate_up[0]->n && down[e]->n == gate_up[0]->k,
           "experts differ in shape or kind, or gate_up is not packed as gated, or down is");
   }
   MoeSpec spec;

@@ -56,12 +56,13 @@ class PackedLinear:
     kind      w as stored                            x as multiplied
     f32       float32                                float32
     bf16      bfloat16                               bfloat16, or float32 where the CPU has no bf16 dot product
-    int8      scale[row] * int8                      int8, one scale per token
+    int8      scale[row] * int8                      int8, one scale per token; see quantize_token
     group4    4-bit integers, scale (and minimum)    int8, one scale per 32 values
               per ``group`` of 32, 64, 128 ...
-    group8    8-bit integers; group may be 16, too   int8, one scale per 32 values
+    group8    8-bit integers; group may be 16, too   int8, one scale per 32 values; see quantize_token
 
-    ``gated``: rows [0, rows / 2) are the gate, the rest the up projection; linear() stores act(gate) * up.
+    ``gated``: rows [0, rows / 2) are the gate, the rest the up projection; linear() stores act(gate) * up. ``bits``: of
+    the largest q of a group8 matrix with minima.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class PackedLinear:
         bias: bool = False,
         group: int = 0,
         has_min: bool = False,
+        bits: int = 8,
     ) -> None: ...
     def write_floats(self, first: int, rows: Array) -> None:
         """Rows [n, k] float32, float16 or bfloat16 into rows ``first`` and on of an f32, bf16 or int8 matrix.
@@ -112,8 +114,10 @@ class PackedLinear:
     @property
     def has_min(self) -> bool: ...
     @property
-    def activation_kind(self) -> int:
-        """Which form of rows it is multiplied with under the instruction set in force; equal numbers, equal forms."""
+    def activation_kind(
+        self,
+    ) -> Literal["f32", "bf16", "i8_token", "i8_group", "i8_token_pairs", "i8_group_pairs"]:
+        """Which form of rows it is multiplied with under the instruction set in force."""
 
     @property
     def nbytes(self) -> int: ...
@@ -135,13 +139,14 @@ def linear(
 def time_linear(copies: list[PackedLinear], rows: int, repeats: int, prepare: bool = False) -> float:
     """Seconds of one product with ``rows`` rows, mean over the copies of each one's quickest time. For benchmarks."""
 
-def quantize_token(x: Array, q: Array, scale: Array, total: Array) -> None:
+def quantize_token(x: Array, q: Array, scale: Array, total: Array, pairs: bool = False) -> None:
     """x [M, k] float32 -> q [M, k] int8 = round(x * 127 / absmax), scale [M, 1] float32, sum of q [M, 1] int32.
 
-    k is at most 65536.
+    k is at most 65536. ``pairs``: absmax is over the sums x[2 i] + x[2 i + 1], too, so that those of q are at most 128:
+    what a CPU with AVX2 and no dot products of bytes multiplies int8 and group8 matrices with, but those of fewer bits.
     """
 
-def quantize_group(x: Array, q: Array, scale: Array, total: Array) -> None:
+def quantize_group(x: Array, q: Array, scale: Array, total: Array, pairs: bool = False) -> None:
     """The same per 32 values: scale and sum [M, ceil(k / 32)]."""
 
 def hadamard(x: Array, block: int) -> None:

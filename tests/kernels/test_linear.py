@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 native = pytest.importorskip("pagemill._native")
 
-KINDS = ("f32", "bf16", "int8", "group4", "group4_min", "group8", "group8_min", "group8_16", "group8_16_min")
+KINDS = ("f32", "bf16", "int8", "group4", "group4_min", "group8", "group8_min", "group8_16", "group8_16_min",
+         "group8_6bit_min")  # fmt: skip
 ODD_SHAPES = [(1, 1, 1), (1, 16, 32), (2, 33, 31), (3, 7, 100), (5, 100, 65), (7, 96, 576), (12, 64, 64), (13, 31, 129)]
 
 
@@ -37,9 +38,9 @@ def make(
     if rest.startswith("16"):
         group = 16
     has_min = kind.endswith("min")
-    packed = native.PackedLinear(
-        base, rows, k, gated=gated, bias=bias, group=group if base.startswith("group") else 0, has_min=has_min
-    )
+    bits = 4 if base == "group4" else 6 if rest in ("6bit_min", "16", "16_min") else 8
+    options = {"group": group, "has_min": has_min, "bits": bits} if base.startswith("group") else {}
+    packed = native.PackedLinear(base, rows, k, gated=gated, bias=bias, **options)
     if base in ("f32", "bf16"):
         w = torch.randn(rows, k, generator=gen)
         w = w.bfloat16() if base == "bf16" else w
@@ -51,9 +52,8 @@ def make(
         packed.write_int8(0, q, scale)
         dense = q.double() * scale.double()[:, None]
     else:
-        zero = 8 if base == "group4" else 32 if group == 16 else 128
-        high = 16 if base == "group4" else 64 if group == 16 else 256
-        q = torch.randint(0, high, (rows, k), generator=gen, dtype=torch.uint8)
+        zero = 2 ** (bits - 1)
+        q = torch.randint(0, 2**bits, (rows, k), generator=gen, dtype=torch.uint8)
         groups = -(-k // group)
         scale = (torch.rand(rows, groups, generator=gen) / 64).half().float()
         minimum = (torch.randn(rows, groups, generator=gen) / 8).half().float() if has_min else None
@@ -70,24 +70,34 @@ def make(
     return Case(packed, dense, b)
 
 
-def activations(kind: str, x: torch.Tensor) -> torch.Tensor:
+def reach(runs: torch.Tensor, pairs: bool) -> torch.Tensor:
+    """[..., n] -> [..., 1]: the largest magnitude, with ``pairs`` also of the sums of neighbours."""
+    largest = runs.abs().amax(-1, keepdim=True)
+    if pairs:
+        even = torch.nn.functional.pad(runs, (0, runs.shape[-1] % 2))
+        largest = torch.maximum(largest, even.unflatten(-1, (-1, 2)).sum(-1).abs().amax(-1, keepdim=True))
+    return largest
+
+
+def in_steps(runs: torch.Tensor, pairs: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each run [..., n] as whole numbers and their scale [..., 1]."""
+    most = reach(runs, pairs)
+    inverse = torch.full_like(most, 127.0) / most  # 127.0 / most would be 127 * (1 / most), and round otherwise
+    return torch.where(most > 0, runs * inverse, 0.0).round(), most * (1.0 / 127.0)
+
+
+def activations(form: str, x: torch.Tensor) -> torch.Tensor:
     """What the kernels see of x [m, k]: float64."""
     m, k = x.shape
-    if kind == "f32":
-        return x.double()
-    if kind == "bf16":
-        return (x.bfloat16() if native.isa() == "avx512bf16" else x).double()
-    size = k if kind == "int8" else 32
-    padded = torch.nn.functional.pad(x, (0, -k % size)).view(m, -1, size)
-    absmax = padded.abs().amax(2, keepdim=True)
-    scale = absmax * (1.0 / 127.0)
-    inverse = torch.full_like(absmax, 127.0) / absmax  # 127.0 / absmax would be 127 * (1 / absmax), and round otherwise
-    q = torch.where(absmax > 0, padded * inverse, 0.0).round()
+    if form in ("f32", "bf16"):
+        return (x if form == "f32" else x.bfloat16()).double()
+    size = k if form.startswith("i8_token") else 32
+    q, scale = in_steps(torch.nn.functional.pad(x, (0, -k % size)).view(m, -1, size), form.endswith("pairs"))
     return (q.double() * scale.double()).view(m, -1)[:, :k]
 
 
-def reference(case: Case, kind: str, x: torch.Tensor, gate: str = "silu") -> torch.Tensor:
-    y = activations(kind, x) @ case.dense.T
+def reference(case: Case, x: torch.Tensor, gate: str = "silu") -> torch.Tensor:
+    y = activations(case.packed.activation_kind, x) @ case.dense.T
     if case.bias is not None:
         y = y + case.bias.double()
     if case.packed.gated:
@@ -115,7 +125,7 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, kind: str, k: int) -> Non
 def test_products_match_the_reference(isa: str, kind: str, m: int, n: int, k: int) -> None:
     case = make(kind, n, k, bias=(n % 2 == 1))
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(1))
-    assert_near(run(case, x), reference(case, kind, x), kind, k)
+    assert_near(run(case, x), reference(case, x), kind, k)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -124,7 +134,7 @@ def test_products_match_the_reference(isa: str, kind: str, m: int, n: int, k: in
 def test_gated_products_match_the_reference(isa: str, kind: str, gate: str, m: int, f: int, k: int) -> None:
     case = make(kind, 2 * f, k, gated=True, bias=(f == 27))
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(2)) / k**0.5
-    assert_near(run(case, x, gate=gate), reference(case, kind, x, gate), kind, k)
+    assert_near(run(case, x, gate=gate), reference(case, x, gate), kind, k)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,7 +144,7 @@ def test_accumulates_into_strided_rows_and_leaves_the_rest(isa: str, kind: str) 
     wide = torch.randn(9, 64, generator=torch.Generator().manual_seed(4))
     before = wide.clone()
     native.linear(x, case.packed, wide[:, 3:53], accumulate=True)
-    assert_near(wide[:, 3:53] - before[:, 3:53], reference(case, kind, x), kind, 70)
+    assert_near(wide[:, 3:53] - before[:, 3:53], reference(case, x), kind, 70)
     assert torch.equal(wide[:, :3], before[:, :3])
     assert torch.equal(wide[:, 53:], before[:, 53:])
 
@@ -160,7 +170,7 @@ def test_larger_groups(isa: str, kind: str, group: int) -> None:
     for k in (576, 160):
         case = make(kind, 48, k, group=group)
         x = torch.randn(5, k, generator=torch.Generator().manual_seed(6))
-        assert_near(run(case, x), reference(case, kind, x), kind, k)
+        assert_near(run(case, x), reference(case, x), kind, k)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -195,7 +205,7 @@ def test_integer_kinds_agree_between_instruction_sets(kind: str) -> None:
     before = native.isa()
     for name in native.available_isas():
         native.set_isa(name)
-        assert_near(run(case, x), reference(case, kind, x), kind, 96)
+        assert_near(run(case, x), reference(case, x), kind, 96)
     native.set_isa(before)
 
 
@@ -220,29 +230,36 @@ def test_any_shape(
         got = run(case, x)
         native.set_num_threads(1)
         if m > 0:
-            assert_near(got, reference(case, kind, x), kind, k)
+            assert_near(got, reference(case, x), kind, k)
             row = seed % m
             assert torch.equal(got[row : row + 1], run(case, x[row : row + 1]))
     finally:
         native.set_isa(before)
 
 
-def test_extreme_integers_do_not_saturate(isa: str) -> None:
-    k = 1024
-    packed = native.PackedLinear("int8", 4, k)
-    extremes = torch.tensor([[-128], [127], [-127], [1]], dtype=torch.int8)
-    packed.write_int8(0, extremes.expand(4, k).contiguous(), torch.ones(4))
-    for sign in (1.0, -1.0):
-        out = run(Case(packed, torch.empty(0), None), torch.full((1, k), sign * 127.0))
-        assert out.tolist() == [[-128 * 127 * k * sign, 127 * 127 * k * sign, -127 * 127 * k * sign, 127 * k * sign]]
-    for bits, high in (("group4", 15), ("group8", 255)):
-        packed = native.PackedLinear(bits, 1, k, group=32, has_min=True)
-        packed.write_groups(
-            0, torch.full((1, k), high, dtype=torch.uint8), torch.ones(1, 32), minimum=torch.zeros(1, 32)
-        )
-        for sign in (1.0, -1.0):
-            out = run(Case(packed, torch.empty(0), None), torch.full((1, k), sign * 127.0))
-            assert out.item() == sign * high * 127 * k
+# The largest activation alone and beside its like, which rounding in pairs makes half as large.
+EXTREME_ROWS = torch.stack([torch.full((1024,), 127.0), torch.tensor([127.0, 0.0] * 512), torch.tensor([0.0, 127.0] * 512)])
+
+
+@pytest.mark.parametrize("kind", ["int8", "group4_min", "group8", "group8_min", "group8_6bit_min"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_extreme_integers_do_not_saturate(isa: str, kind: str, sign: float) -> None:
+    base, k = kind.partition("_")[0], 1024
+    if base == "int8":
+        packed = native.PackedLinear("int8", 4, k)
+        weights = torch.tensor([-128, 127, -127, 1])
+        packed.write_int8(0, weights.to(torch.int8)[:, None].expand(4, k).contiguous(), torch.ones(4))
+    else:
+        bits = 4 if base == "group4" else 6 if "6bit" in kind else 8
+        has_min, zero = kind.endswith("min"), 0 if kind.endswith("min") else 128
+        packed = native.PackedLinear(base, 3, k, group=32, has_min=has_min, bits=bits)
+        q = torch.tensor([2**bits - 1, 0, 1])
+        weights = q - zero
+        rows = q.to(torch.uint8)[:, None].expand(3, k).contiguous()
+        packed.write_groups(0, rows, torch.ones(3, 32), torch.zeros(3, 32) if has_min else None, zero)
+    x = sign * EXTREME_ROWS
+    out = run(Case(packed, torch.empty(0), None), x)
+    assert out.double().equal(activations(packed.activation_kind, x).sum(1, keepdim=True) * weights)
 
 
 # ------------------------------------------------------------------------------------------------ packing
@@ -360,32 +377,57 @@ def one_product() -> tuple[torch.Tensor, Any, torch.Tensor]:
 # ------------------------------------------------------------------------------------------------ activations
 
 
+@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("k", [1, 31, 64, 577])
-def test_token_quantisation(isa: str, k: int) -> None:
+def test_token_quantisation(isa: str, k: int, pairs: bool) -> None:
     x = torch.randn(5, k, generator=torch.Generator().manual_seed(10)) * 3
     x[3] = 0
     q, scale, total = torch.empty(5, k, dtype=torch.int8), torch.empty(5, 1), torch.empty(5, 1, dtype=torch.int32)
-    native.quantize_token(x, q, scale, total)
-    absmax = x.abs().amax(1, keepdim=True)
-    want = torch.where(absmax > 0, x * (torch.full_like(absmax, 127.0) / absmax), 0.0).round()
+    native.quantize_token(x, q, scale, total, pairs)
+    want, want_scale = in_steps(x, pairs)
     assert torch.equal(q.float(), want)
-    assert torch.allclose(scale, absmax / 127.0, rtol=2e-7, atol=0)
+    assert torch.allclose(scale, want_scale, rtol=2e-7, atol=0)
     assert torch.equal(total, q.int().sum(1, keepdim=True, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("k", [1, 31, 64, 577])
-def test_group_quantisation(isa: str, k: int) -> None:
+@pytest.mark.parametrize("pairs", [False, True])
+def test_group_quantisation(isa: str, k: int, pairs: bool) -> None:
     groups = -(-k // 32)
     x = torch.randn(3, k, generator=torch.Generator().manual_seed(11))
     q, scale = torch.empty(3, k, dtype=torch.int8), torch.empty(3, groups)
     total = torch.empty(3, groups, dtype=torch.int32)
-    native.quantize_group(x, q, scale, total)
+    native.quantize_group(x, q, scale, total, pairs)
     padded = torch.nn.functional.pad(x, (0, -k % 32)).view(3, groups, 32)
-    absmax = padded.abs().amax(2)
-    assert torch.allclose(scale, absmax / 127.0, rtol=2e-7, atol=0)
-    want = (padded * (torch.full_like(absmax, 127.0) / absmax)[:, :, None]).round()
+    want, want_scale = in_steps(padded, pairs)
+    assert torch.allclose(scale, want_scale[:, :, 0], rtol=2e-7, atol=0)
     assert torch.equal(q.float(), want.view(3, -1)[:, :k])
     assert torch.equal(total, want.sum(2).int())
+
+
+@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=100))
+def test_neighbours_rounded_in_pairs_stay_within_128_steps(values: list[float]) -> None:
+    x = torch.tensor([values])
+    k = len(values)
+    q, total = torch.empty(1, k, dtype=torch.int8), torch.empty(1, 1, dtype=torch.int32)
+    of_groups = torch.empty(1, -(-k // 32), dtype=torch.int32)
+    for quantize_in_pairs in (
+        lambda: native.quantize_token(x, q, torch.empty(1, 1), total, True),
+        lambda: native.quantize_group(x, q, torch.empty(of_groups.shape), of_groups, True),
+    ):
+        quantize_in_pairs()
+        sums = torch.nn.functional.pad(q.int(), (0, k % 2)).unflatten(-1, (-1, 2)).sum(-1)
+        assert sums.abs().max() <= 128
+        assert q.int().abs().max() <= 127
+
+
+def test_integers_of_more_bits_than_promised_are_refused() -> None:
+    packed = native.PackedLinear("group8", 1, 32, group=32, has_min=True, bits=6)
+    q = torch.full((1, 32), 64, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="a value of more than 6 bits"):
+        packed.write_groups(0, q, torch.ones(1, 1), torch.ones(1, 1), 0)
+    with pytest.raises(ValueError, match="bits is 9; it is 1 to 8"):
+        native.PackedLinear("group8", 1, 32, group=32, has_min=True, bits=9)
 
 
 def test_groups_of_very_different_size_lose_nothing_and_overflow_nowhere(isa: str) -> None:
@@ -399,7 +441,7 @@ def test_groups_of_very_different_size_lose_nothing_and_overflow_nowhere(isa: st
     x[6] = 0
     x[7] *= 1e-34
     x[8, 100:400] *= 1e-12
-    want, got = reference(case, "group4_min", x), run(case, x)
+    want, got = reference(case, x), run(case, x)
     unit = want.abs().amax(1, keepdim=True) + 1e-35
     assert ((got.double() - want).abs() / unit).max() < 3e-5
 

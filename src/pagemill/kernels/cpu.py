@@ -27,6 +27,8 @@ __all__ = [
     "linear_group8",
     "linear_int8",
     "rms_norm",
+    "rounding_of_group8",
+    "rounding_of_int8",
     "scale_softcap",
 ]
 
@@ -96,6 +98,20 @@ def linear_int8(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, bias: tor
     if bias is not None:
         packed.write_bias(0, bias.contiguous())
     return _multiply(x, packed)
+
+
+def rounding_of_int8() -> dict[str, bool]:
+    """How linear_int8's reference is to round under the instruction set in force."""
+    return _rounding(_native.PackedLinear("int8", 1, 1))
+
+
+def rounding_of_group8() -> dict[str, bool]:
+    """The same of linear_group8."""
+    return _rounding(_native.PackedLinear("group8", 1, 1, group=32))
+
+
+def _rounding(packed: _native.PackedLinear) -> dict[str, bool]:
+    return {"pairs": packed.activation_kind.endswith("pairs")}
 
 
 def linear_group4(

@@ -119,32 +119,51 @@ def from_bytes(steps: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return steps.float() * scale.float()
 
 
-def rounded(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Each run of ``size`` values of x [N, K] in 127 steps to either side, as products of integers see it: float32."""
+def rounded(x: torch.Tensor, size: int, pairs: bool = False) -> torch.Tensor:
+    """Each run of ``size`` values of x [N, K] in 127 steps to either side, as products of integers see it: float32.
+
+    ``pairs``: the sums of neighbours, too, lie within 127 steps (csrc/linear/linear.h says where and why).
+    """
     runs = F.pad(x, (0, -x.shape[1] % size)).view(len(x), -(-x.shape[1] // size), size)
     largest = runs.abs().amax(2, keepdim=True)
+    if pairs:
+        even = F.pad(runs, (0, size % 2))
+        largest = torch.maximum(largest, (even[..., ::2] + even[..., 1::2]).abs().amax(2, keepdim=True))
     steps = (runs * (torch.full_like(largest, 127.0) / largest)).round().nan_to_num(0.0)  # 0 / 0 where all are 0
     return (steps * (largest / 127)).flatten(1)[:, : x.shape[1]]
 
 
-def linear_int8(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [N, K], each row rounded to int8, times int8 weights q [M, K] with a scale [M] each, + bias: [N, M]."""
-    return F.linear(rounded(x, x.shape[1]), q.float() * scale[:, None], bias)
+def linear_int8(
+    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, pairs: bool = False
+) -> torch.Tensor:
+    """x [N, K], each row rounded to int8, times int8 weights q [M, K] with a scale [M] each, + bias: [N, M].
+
+    ``pairs``: see rounded().
+    """
+    return F.linear(rounded(x, x.shape[1], pairs), q.float() * scale[:, None], bias)
 
 
 def linear_group(
-    x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor | None, zero: int, group: int
+    x: torch.Tensor,
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    minimum: torch.Tensor | None,
+    zero: int,
+    group: int,
+    *,
+    pairs: bool = False,
 ) -> torch.Tensor:
     """x [N, K], each 32 values rounded to int8, times weights kept as small integers q uint8 [M, K]: [N, M].
 
-    A weight is (q - zero) * scale, or q * scale + minimum; scale and minimum [M, ceil(K / group)].
+    A weight is (q - zero) * scale, or q * scale + minimum; scale and minimum [M, ceil(K / group)]. ``pairs``: see
+    rounded().
     """
     spread = scale.repeat_interleave(group, 1)[:, : q.shape[1]]
     if minimum is None:
         weights = (q.float() - zero) * spread
     else:
         weights = q * spread + minimum.repeat_interleave(group, 1)[:, : q.shape[1]]
-    return F.linear(rounded(x, 32), weights)
+    return F.linear(rounded(x, 32, pairs), weights)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

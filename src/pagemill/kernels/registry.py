@@ -46,6 +46,13 @@ class Op:
     """What the tolerance allows for."""
     implementations: dict[str, str] = field(default_factory=dict)
     """Name -> module:function."""
+    rounding: str | None = None
+    """module:function that says how the instruction set in force rounds, as keyword arguments of the reference."""
+
+    def expected(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """The reference's result under the instruction set in force."""
+        rounding: Callable[[], dict[str, Any]] = dict if self.rounding is None else _named(self.rounding)
+        return self.reference(**inputs, **rounding())
 
 
 def linear(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -121,6 +128,7 @@ OPS: dict[str, Op] = {
         rtol=1e-5,
         why="integers are summed exactly; the reference rounds its products",
         implementations={"native": f"{CPU}:linear_int8"},
+        rounding=f"{CPU}:rounding_of_int8",
     ),
     "linear_group4": Op(
         reference=linear_group,
@@ -137,6 +145,7 @@ OPS: dict[str, Op] = {
         rtol=1e-5,
         why="the order of a sum over groups, of terms up to 16 times larger",
         implementations={"native": f"{CPU}:linear_group8"},
+        rounding=f"{CPU}:rounding_of_group8",
     ),
     "gated_linear": Op(
         reference=gated_linear,
@@ -159,6 +168,10 @@ OPS: dict[str, Op] = {
 
 def implementation(op: str, name: str) -> Function:
     """An op's implementation; ImportError where its library is not built."""
-    module, function = OPS[op].implementations[name].split(":")
-    found: Function = getattr(importlib.import_module(module), function)
+    found: Function = _named(OPS[op].implementations[name])
     return found
+
+
+def _named(place: str) -> Any:
+    module, function = place.split(":")
+    return getattr(importlib.import_module(module), function)

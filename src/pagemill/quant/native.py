@@ -142,5 +142,6 @@ class NativeGroupMethod:
             bias=shape.bias,
             group=group,
             has_min=has_min,
+            bits=max(form.bits for form in forms),
         )
         return _GroupWeight(packed, shape)
