@@ -238,7 +238,9 @@ def test_any_shape(
 
 
 # The largest activation alone and beside its like, which rounding in pairs makes half as large.
-EXTREME_ROWS = torch.stack([torch.full((1024,), 127.0), torch.tensor([127.0, 0.0] * 512), torch.tensor([0.0, 127.0] * 512)])
+EXTREME_ROWS = torch.stack(
+    [torch.full((1024,), 127.0), torch.tensor([127.0, 0.0] * 512), torch.tensor([0.0, 127.0] * 512)]
+)
 
 
 @pytest.mark.parametrize("kind", ["int8", "group4_min", "group8", "group8_min", "group8_6bit_min"])

@@ -146,7 +146,7 @@ class _Lowering:
                 self.readers[value].append(node)
         self.last_attend = max((node.index for node in nodes if node.op == "attend"), default=-1)
         self.floats: dict[Node, int] = {}
-        self.prepared: dict[tuple[Node, int, bool], int] = {}
+        self.prepared: dict[tuple[Node, str, bool], int] = {}
         self.packed: dict[tuple[LinearWeight, bool], _native.PackedLinear] = {}
 
     def run(self) -> _native.Program:
