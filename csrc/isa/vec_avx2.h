@@ -84,7 +84,7 @@ inline I32 finish4(S4 acc, Offset) { return acc; }
 
 // vpmaddubsw adds two neighbours' products in int16 and saturates; activations are rounded so that it never has to
 // (ActKind::i8_token_pairs). Moving the weight's sign to the activation instead, which leaves it all its 8 bits, costs
-// half as much again: vpsignb and both multiplications share two ports on AMD, and there are two on Intel.
+// a third as much again: vpsignb and both multiplications share two ports.
 // From memory each time: kept in a register, the constant would push an accumulator out.
 alignas(32) inline constexpr uint64_t kOnes16[4] = {0x0001000100010001u, 0x0001000100010001u, 0x0001000100010001u,
                                                     0x0001000100010001u};

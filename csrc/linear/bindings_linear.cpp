@@ -24,6 +24,11 @@ Gate gate_named(const std::string& name) {
   refuse("no gate '", name, "'; there are silu, gelu_tanh");
 }
 
+const char* act_kind_name(ActKind kind) {
+  constexpr const char* kNames[] = {"f32", "bf16", "i8_token", "i8_group", "i8_token_pairs", "i8_group_pairs"};
+  return kNames[static_cast<int>(kind)];
+}
+
 void check_hadamard(int64_t block, int64_t columns) {
   if (block < 1 || (block & (block - 1)) != 0 || columns % block != 0) {
     refuse("block ", block, " must be a power of two that divides ", columns);
@@ -72,11 +77,6 @@ WeightKind kind_by_name(const std::string& name) {
 
 const char* kind_name(WeightKind kind) {
   constexpr const char* kNames[] = {"f32", "bf16", "int8", "group4", "group8"};
-  return kNames[static_cast<int>(kind)];
-}
-
-const char* act_kind_name(ActKind kind) {
-  constexpr const char* kNames[] = {"f32", "bf16", "i8_token", "i8_group", "i8_token_pairs", "i8_group_pairs"};
   return kNames[static_cast<int>(kind)];
 }
 
@@ -173,7 +173,7 @@ double time_linear(nb::sequence copies, int64_t rows, int64_t repeats, bool prep
   if (weights.empty()) refuse("copies is empty; one matrix is the least");
   const PackedLinear& w = *weights[0];
   for (const PackedLinear* other : weights) {
-    check(other->kind == w.kind && other->n == w.n && other->k == w.k && other->gated == w.gated,
+    check(other->kind == w.kind && activation_kind(*other) == activation_kind(w) && other->n == w.n && other->k == w.k && other->gated == w.gated,
           "copies differ in kind or shape; time one shape at a time");
   }
   if (rows < 1 || repeats < 1) refuse("rows is ", rows, " and repeats is ", repeats, "; the least is 1");

@@ -9,6 +9,7 @@
 
 namespace pm {
 
+const char* act_kind_name(ActKind kind);
 // silu or gelu_tanh.
 Gate gate_named(const std::string& name);
 // A block of hadamard_row() that fits rows of so many columns.

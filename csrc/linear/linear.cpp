@@ -21,7 +21,7 @@ int64_t activation_row_bytes(ActKind kind, int64_t k) {
 }
 
 ActKind activation_kind(const PackedLinear& w) {
-  // 2 * 127 * 127 fits int16, which the products of two neighbours are added in.
+  // The products of two neighbours are added in int16, which any two with weights of 7 unsigned bits fit: 2 * 127 * 127.
   const bool pairs = current_isa() == Isa::avx2 && w.bits == 8;
   switch (w.kind) {
     case WeightKind::f32: return ActKind::f32;

@@ -30,7 +30,7 @@ enum class ActKind : uint8_t {
   i8_token,  // rows of int8 with one scale: x ~ scale * q, |q| <= 127
   i8_group,  // rows of GroupRecord: one scale per 32 values
   // The same, of coarser steps: q[2 i] + q[2 i + 1] lies within 128 of 0, too, so that neighbours' products with weights
-  // of 8 unsigned bits sum up within int16. Of normal numbers a row of 576 has 28 steps to a deviation instead of 38.
+  // of 8 unsigned bits sum up within int16. Of normal numbers a row of 576 has 29 steps to a deviation instead of 39.
   i8_token_pairs,
   i8_group_pairs,
 };
@@ -100,7 +100,7 @@ struct PackedLinear {
   int64_t panels = 0;    // of 32 packed columns
   int64_t steps = 0;     // 128-byte steps of a panel (group kinds: groups of 32 along K)
   int64_t panel_bytes = 0;
-  int bits = 8;          // of the integers as packed, at most: fewer only of group kinds with minima
+  int bits = 8;          // of the integers as packed, at most: 8 but for group8 with minima
   int group = 0;         // group kinds: K values that share a scale: 16, 32, 64, 128, ...
   bool has_min = false;  // group kinds: w = scale * q + min; otherwise w = scale * (q - zero), zero in the integers
   int scale_shift = 0;   // group kinds: log2(group / 32), 0 for group 16

@@ -12,7 +12,7 @@ namespace {
 
 // Six rows by two vectors rather than twelve by one: half the broadcasts, of which there is one for each product at one
 // vector, and the load ports would be the limit. With sixteen registers six by one, which unpacks weights less often than
-// four by one (6 to 10 % of a 4-bit product).
+// four by one (6 to 10 % of a 4-bit product on AVX2).
 constexpr int kGroupRows = kLanes >= 8 ? 6 : 2;
 constexpr int kGroupVectors = kLanes == 16 ? 2 : 1;
 constexpr int kSteps = 8;  // of 4 k in a group of 32

@@ -16,7 +16,7 @@ struct PackSpec {
   bool bias = false;
   int group = 0;          // group kinds: 16 (group8 only) or 32 * 2^n
   bool has_min = false;   // group kinds
-  int bits = 8;           // group8 with minima: of its largest integer
+  int bits = 8;           // group8 with minima: of its largest integer; no matter for others
 };
 
 // Throws std::invalid_argument, naming the value and the limit, when the kernels have no such form.

@@ -24,7 +24,7 @@ inline __m256i absmax_lanes(const float* x) {
   };
   return max_lanes(max_lanes(at(0), at(1)), max_lanes(at(2), at(3)));
 }
-// Of the sums of neighbours.
+// Of the sums of neighbours: NaN in the scale where two finite ones have no finite sum.
 inline __m256i absmax_pair_lanes(const float* x) {
   const auto at = [&](int i) {
     const __m256 sums = _mm256_hadd_ps(_mm256_loadu_ps(x + 16 * i), _mm256_loadu_ps(x + 16 * i + 8));

@@ -62,7 +62,7 @@ class PackedLinear:
     group8    8-bit integers; group may be 16, too   int8, one scale per 32 values; see quantize_token
 
     ``gated``: rows [0, rows / 2) are the gate, the rest the up projection; linear() stores act(gate) * up. ``bits``: of
-    the largest q of a group8 matrix with minima.
+    the largest q of a group8 matrix with minima; no matter for others.
     """
 
     def __init__(
@@ -142,8 +142,9 @@ def time_linear(copies: list[PackedLinear], rows: int, repeats: int, prepare: bo
 def quantize_token(x: Array, q: Array, scale: Array, total: Array, pairs: bool = False) -> None:
     """x [M, k] float32 -> q [M, k] int8 = round(x * 127 / absmax), scale [M, 1] float32, sum of q [M, 1] int32.
 
-    k is at most 65536. ``pairs``: absmax is over the sums x[2 i] + x[2 i + 1], too, so that those of q are at most 128:
-    what a CPU with AVX2 and no dot products of bytes multiplies int8 and group8 matrices with, but those of fewer bits.
+    k is at most 65536. ``pairs``: absmax is over the sums x[2 i] + x[2 i + 1], too, so that no sum of q exceeds 128
+    in magnitude: what a CPU with AVX2 and no dot products of bytes multiplies int8 and group8 matrices with, except
+    group8 matrices of fewer than 8 ``bits``.
     """
 
 def quantize_group(x: Array, q: Array, scale: Array, total: Array, pairs: bool = False) -> None:

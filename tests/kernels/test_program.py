@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -372,6 +372,10 @@ class Recording:
 Record = Callable[[Recording, _native.Program], object]
 
 
+def matrix(kind: Literal["f32", "int8"]) -> _native.PackedLinear:
+    return _native.PackedLinear(kind, 16, 16)
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
@@ -411,6 +415,14 @@ Record = Callable[[Recording, _native.Program], object]
         (lambda r, p: p.linear(r.act, _native.PackedLinear("f32", 16, 64), r.x), "act (buffer 3) has rows of 64 bytes"),
         (lambda r, p: p.linear(r.act, r.weight, r.y, logits=True), "act (buffer 3) holds all tokens"),
         (lambda r, p: p.linear(r.act, r.weight, r.y, gate="relu"), "no gate 'relu'; there are silu"),
+        (
+            lambda r, p: [
+                act := p.activation(matrix("int8")),
+                p.rows(r.x, 16, act=act, weight=matrix("int8")),
+                p.linear(act, matrix("f32"), r.x),
+            ],
+            "act (buffer 4) holds rows prepared as i8_token",
+        ),
         (lambda r, p: p.add(r.y, r.x, 32, 1.0), "y (buffer 0) has rows of 64"),
         (lambda r, p: p.scale_softcap(0, 1.0, 0.0), "over 0 columns"),
         (
@@ -455,6 +467,47 @@ def experts(count: int, scale: float = 1.0) -> tuple[list[_native.PackedLinear],
         gate_up[at].write_floats(0, scale * torch.eye(16).repeat(2, 1))
         down[at].write_floats(0, scale * torch.eye(16))
     return gate_up, down
+
+
+def integers(kind: str, rows: int, *, gated: bool = False) -> _native.PackedLinear:
+    """The largest integers there are, and the smallest: [rows, 64]."""
+    columns = torch.arange(rows) % 2
+    if kind == "int8":
+        packed = _native.PackedLinear("int8", rows, 64, gated=gated)
+        q = (127 - 255 * columns).to(torch.int8)[:, None].expand(rows, 64)
+        packed.write_int8(0, q.contiguous(), torch.full((rows,), 1e-4))
+        return packed
+    packed = _native.PackedLinear("group8", rows, 64, gated=gated, group=32)
+    q = (255 * (1 - columns)).to(torch.uint8)[:, None].expand(rows, 64)
+    packed.write_groups(0, q.contiguous(), torch.full((rows, 2), 2.0**-13), None, 128)
+    return packed
+
+
+@pytest.mark.parametrize("kind", ["int8", "group8"])
+@pytest.mark.parametrize("through", ["linear", "moe"])
+def test_a_program_rounds_rows_as_its_products_want_them(isa: str, kind: str, through: str) -> None:
+    """Equal neighbours times the largest weights: what would not fit 16 bits rounded otherwise."""
+    program = _native.Program(4, 4)
+    first, down = integers(kind, 128, gated=True), integers(kind, 64)
+    x = torch.arange(8.0)[:, None].expand(8, 64).contiguous()
+    program.embed(embedding(8, 64), 1.0, stream := program.floats(64))
+    program.rows(stream, 64, act=(act := program.activation(first)), weight=first)
+    out = program.floats(64)
+    if through == "moe":
+        program.moe(stream, act, out, [first], [down], top_k=1, renormalize=True)
+    else:
+        program.linear(act, first, inner := program.floats(64))
+        program.rows(inner, 64, act=(down_act := program.activation(down)), weight=down)
+        program.linear(down_act, down, out)
+    program.rows(out, 64, gather=True, logits=True, result=True)
+    program.finish()
+    step = Step(4, 64)
+    got = step.run(program, token_ids=torch.tensor([7, 1, 0, 3], dtype=torch.int32))
+    inside, want = torch.empty(4, 64), torch.empty(4, 64)
+    _native.linear(x[[7, 1, 0, 3]].contiguous(), first, inside)
+    _native.linear(inside, down, want)
+    assert torch.equal(got, want)
+    assert want.abs().amax() > 0
 
 
 def test_a_program_keeps_its_experts_however_the_list_changes() -> None:

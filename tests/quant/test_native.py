@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("pagemill._native", reason="the native library is not built")
 
+from pagemill import _native
 from pagemill.config import EngineConfig
 from pagemill.models.checkpoint import Checkpoint, open_checkpoint
 from pagemill.models.loader import load_model
@@ -53,6 +54,29 @@ def test_every_block_format_keeps_its_values(kind: str, tmp_path: Path) -> None:
     assert weight.packed.kind == ("group4" if kind in ("Q4_0", "Q4_1", "Q4_K") else "group8")
     precision = 0.0 if kind in F16_SCALES else 2e-3 * float(stored.to_torch().abs().max())
     torch.testing.assert_close(weight.dequantize(), stored.to_torch(), atol=precision, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "in_pairs"),
+    [
+        (("Q8_0",), True), (("Q6_K",), True), (("Q5_0",), True), (("Q3_K",), True), (("IQ4_NL",), True),
+        (("Q4_0", "Q8_0"), True), (("Q8_0", "Q5_1"), True),
+        (("Q4_0",), False), (("Q4_1",), False), (("Q4_K",), False), (("Q5_1",), False), (("Q5_K",), False),
+        (("Q2_K",), False), (("Q4_K", "Q6_K"), False),
+    ],
+)  # fmt: skip
+def test_rows_are_rounded_in_pairs_only_for_integers_of_8_bits(
+    kinds: tuple[str, ...], in_pairs: bool, tmp_path: Path
+) -> None:
+    checkpoint = checkpoint_of(tmp_path, *kinds)
+    packed = pack([Matrix(stored=checkpoint.tensor(f"t{i}")) for i in range(len(kinds))]).packed
+    forms = {}
+    before = _native.isa()
+    for name in _native.available_isas():
+        _native.set_isa(name)
+        forms[name] = packed.activation_kind
+    _native.set_isa(before)
+    assert forms == {name: "i8_group_pairs" if in_pairs and name == "avx2" else "i8_group" for name in forms}
 
 
 @pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("Q4_0", "Q8_0"), ("Q4_0", "Q4_1"), ("Q4_K", "Q5_K", "Q3_K")])

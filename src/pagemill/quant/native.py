@@ -103,7 +103,7 @@ class NativeInt8Weight(NativeWeight):
         self.packed.write_int8(row, q.contiguous(), scale.contiguous())
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """x W^T + bias in x's type, x rounded to int8 row by row, as the kernel does."""
+        """x W^T + bias in x's type, x rounded to int8 row by row."""
         rounded, scale = round_rows(x)
         product = F.linear(rounded.float(), self.dequantize()) * scale[:, None]
         return (product if self.bias is None else product + self.bias).to(x.dtype)
