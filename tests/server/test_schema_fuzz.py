@@ -31,7 +31,7 @@ from pagemill.server.run import bind
 from tests.server.conftest import REQUEST_TIMEOUT_S
 from tests.server.fake_engine import FakeEngine
 
-FEW, MANY = 25, 2000
+FEW, MANY = 25, 500
 MOST_REPAIRS = 6
 """Fields that are taken out of one refused body."""
 
