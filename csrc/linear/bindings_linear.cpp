@@ -29,6 +29,10 @@ const char* act_kind_name(ActKind kind) {
   return kNames[static_cast<int>(kind)];
 }
 
+bool alike(const PackedLinear& a, const PackedLinear& b) {
+  return a.kind == b.kind && activation_kind(a) == activation_kind(b) && a.n == b.n && a.k == b.k && a.gated == b.gated;
+}
+
 void check_hadamard(int64_t block, int64_t columns) {
   if (block < 1 || (block & (block - 1)) != 0 || columns % block != 0) {
     refuse("block ", block, " must be a power of two that divides ", columns);
@@ -173,8 +177,7 @@ double time_linear(nb::sequence copies, int64_t rows, int64_t repeats, bool prep
   if (weights.empty()) refuse("copies is empty; one matrix is the least");
   const PackedLinear& w = *weights[0];
   for (const PackedLinear* other : weights) {
-    check(other->kind == w.kind && activation_kind(*other) == activation_kind(w) && other->n == w.n && other->k == w.k && other->gated == w.gated,
-          "copies differ in kind or shape; time one shape at a time");
+    check(alike(*other, w), "copies differ in kind or shape; time one shape at a time");
   }
   if (rows < 1 || repeats < 1) refuse("rows is ", rows, " and repeats is ", repeats, "; the least is 1");
   nb::gil_scoped_release release;

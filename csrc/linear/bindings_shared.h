@@ -10,6 +10,8 @@
 namespace pm {
 
 const char* act_kind_name(ActKind kind);
+// Whether one may be multiplied in the other's place: kind, shape, and the form of the rows it takes.
+bool alike(const PackedLinear& a, const PackedLinear& b);
 // silu or gelu_tanh.
 Gate gate_named(const std::string& name);
 // A block of hadamard_row() that fits rows of so many columns.

@@ -27,7 +27,7 @@ ActKind activation_kind(const PackedLinear& w) {
     case WeightKind::f32: return ActKind::f32;
     case WeightKind::bf16: return current_isa() == Isa::avx512bf16 ? ActKind::bf16 : ActKind::f32;
     case WeightKind::int8: return pairs ? ActKind::i8_token_pairs : ActKind::i8_token;
-    case WeightKind::group4: return ActKind::i8_group;
+    case WeightKind::group4:
     case WeightKind::group8: return pairs ? ActKind::i8_group_pairs : ActKind::i8_group;
   }
   return ActKind::f32;

@@ -100,7 +100,7 @@ struct PackedLinear {
   int64_t panels = 0;    // of 32 packed columns
   int64_t steps = 0;     // 128-byte steps of a panel (group kinds: groups of 32 along K)
   int64_t panel_bytes = 0;
-  int bits = 8;          // of the integers as packed, at most: 8 but for group8 with minima
+  int bits = 8;          // of the integers as packed, at most: 4 of group4, 1 to 8 of group8 with minima
   int group = 0;         // group kinds: K values that share a scale: 16, 32, 64, 128, ...
   bool has_min = false;  // group kinds: w = scale * q + min; otherwise w = scale * (q - zero), zero in the integers
   int scale_shift = 0;   // group kinds: log2(group / 32), 0 for group 16

@@ -161,8 +161,10 @@ PackedLinear new_packed(const PackSpec& spec) {
     }
     w.group = spec.group;
     w.has_min = spec.has_min;
-    if (spec.bits < 1 || spec.bits > 8) throw std::invalid_argument("bits is " + std::to_string(spec.bits) + "; it is 1 to 8");
-    if (w.has_min && spec.kind == WeightKind::group8) w.bits = spec.bits;
+    if (spec.bits < 1 || spec.bits > 8) {
+      throw std::invalid_argument("bits is " + std::to_string(spec.bits) + "; it is 1 to 8");
+    }
+    w.bits = spec.kind == WeightKind::group4 ? 4 : w.has_min ? spec.bits : 8;
     while (!half && 32 << w.scale_shift < spec.group) ++w.scale_shift;
     // The kernels walk whole groups of 32; a group of 16 in the padding needs scales, too.
     const int64_t scale_groups = half ? 2 * w.steps : ceil_div(w.k, w.group);
@@ -267,11 +269,12 @@ void write_group_rows(PackedLinear& w, int64_t first, int64_t count, const uint8
         }
       });
     }
-    if (seen >> (four ? 4 : w.bits) != 0) fits.store(false);
+    if (seen >> w.bits != 0) fits.store(false);
   });
   if (fits) return;
   if (four) throw std::invalid_argument("a 4-bit value above 15");
-  throw std::invalid_argument(w.has_min ? "a value of more than " + std::to_string(w.bits) + " bits" : "q - zero does not fit int8");
+  if (!w.has_min) throw std::invalid_argument("q - zero does not fit int8");
+  throw std::invalid_argument("a value of more than " + std::to_string(w.bits) + " bits");
 }
 
 void write_bias(PackedLinear& w, int64_t first, int64_t count, const float* bias) {

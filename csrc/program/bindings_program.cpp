@@ -38,7 +38,7 @@ struct BoundProgram : Program {
   using Program::Program;
   std::vector<nb::object> kept;
   std::vector<GroupCaches> groups;
-  std::map<int, ActKind> forms;  // of the rows that were last prepared in a buffer
+  std::map<int, ActKind> forms;  // of the rows that a buffer was declared for
   int64_t vocabulary = std::numeric_limits<int32_t>::max();     // of the smallest embedding table
   int64_t num_positions = std::numeric_limits<int32_t>::max();  // of the shortest rotary or position table
   int64_t result_width = 0;                                     // columns of the step's logits or result that are written
@@ -76,18 +76,14 @@ void check_floats(const BoundProgram& p, int buffer, RowKind rows, int64_t colum
   check_buffer(p, buffer, rows, columns * 4, name);
 }
 
-// Room for rows as a matrix is multiplied with.
+// Rows as a matrix is multiplied with: integers that were rounded for others would be summed wrongly (i8_token_pairs).
 void check_act(const BoundProgram& p, int buffer, RowKind rows, const PackedLinear& weight) {
-  check_buffer(p, buffer, rows, activation_row_bytes(activation_kind(weight), weight.k), "act");
-}
-
-// That, and such rows in it: integers that were rounded for others would be summed wrongly (i8_token_pairs).
-void check_prepared(const BoundProgram& p, int buffer, RowKind rows, const PackedLinear& weight) {
-  check_act(p, buffer, rows, weight);
+  const ActKind wanted = activation_kind(weight);
+  check_buffer(p, buffer, rows, activation_row_bytes(wanted, weight.k), "act");
   const auto form = p.forms.find(buffer);
-  if (form != p.forms.end() && form->second != activation_kind(weight)) {
+  if (form != p.forms.end() && form->second != wanted) {
     refuse("act (buffer ", buffer, ") holds rows prepared as ", act_kind_name(form->second), ", but the matrix takes ",
-           act_kind_name(activation_kind(weight)), "; prepare them for it, or for one of its kind");
+           act_kind_name(wanted), "; declare it for this matrix, or for one of its kind");
   }
 }
 
@@ -102,7 +98,10 @@ int floats(BoundProgram& p, int64_t columns, bool logits) {
 }
 
 int activation(BoundProgram& p, const PackedLinear& weight, bool logits) {
-  return p.new_buffer(rows_of(logits), activation_row_bytes(activation_kind(weight), weight.k));
+  const ActKind form = activation_kind(weight);
+  const int buffer = p.new_buffer(rows_of(logits), activation_row_bytes(form, weight.k));
+  p.forms[buffer] = form;
+  return buffer;
 }
 
 void embed(BoundProgram& p, const PackedLinear& table, float scale, int out) {
@@ -155,7 +154,7 @@ void rows(BoundProgram& p, int source, int64_t columns, const Vec<const float>& 
   spec.out = out;
   spec.result = result;
   spec.act = act;
-  if (weight) spec.kind = p.forms[act] = activation_kind(*weight);
+  if (weight) spec.kind = activation_kind(*weight);
   p.append(make_rows(std::move(spec)), columns);
   if (result) p.result_width = std::max(p.result_width, columns);
 }
@@ -167,7 +166,7 @@ void linear(BoundProgram& p, int act, const PackedLinear& weight, int out, bool 
   check(!find_best || (out == kNone && !weight.gated), "the best is found among the logits");
   check(!accumulate || out != kNone, "the logits cannot be added into; accumulate into a buffer");
   check(act != out, "act and out are the same buffer; a product needs two");
-  check_prepared(p, act, rows_of(logits), weight);
+  check_act(p, act, rows_of(logits), weight);
   if (out != kNone) check_floats(p, out, rows_of(logits), weight.n, "out");
   const int64_t tile = std::min(p.tile_rows(), p.max_logits());
   p.append(make_linear({rows_of(logits), act, activation_kind(weight), &weight, out, find_best, accumulate, chosen}),
@@ -249,10 +248,7 @@ void moe(BoundProgram& p, int router, int act, int out, nb::sequence gate_up_lis
   const auto num_experts = static_cast<int64_t>(gate_up.size());
   if (top_k < 1 || top_k > num_experts) refuse("top_k is ", top_k, "; it must be 1 to the ", num_experts, " experts");
   for (size_t e = 0; e < gate_up.size(); ++e) {
-    const auto like = [](const PackedLinear* a, const PackedLinear* b) {
-      return a->k == b->k && a->n == b->n && a->kind == b->kind && activation_kind(*a) == activation_kind(*b);
-    };
-    check(gate_up[e]->gated && like(gate_up[e], gate_up[0]) && !down[e]->gated && like(down[e], down[0]) &&
+    check(gate_up[e]->gated && alike(*gate_up[e], *gate_up[0]) && !down[e]->gated && alike(*down[e], *down[0]) &&
               down[e]->k == gate_up[0]->n && down[e]->n == gate_up[0]->k,
           "experts differ in shape or kind, or gate_up is not packed as gated, or down is");
   }
@@ -263,7 +259,7 @@ void moe(BoundProgram& p, int router, int act, int out, nb::sequence gate_up_lis
   spec.intermediate = gate_up[0]->n;
   if (down_hadamard) check_hadamard(down_hadamard, spec.intermediate);
   check_floats(p, router, spec.rows, num_experts, "router");
-  check_prepared(p, act, spec.rows, *gate_up[0]);
+  check_act(p, act, spec.rows, *gate_up[0]);
   check_floats(p, out, spec.rows, spec.hidden, "out");
   spec.router = router;
   spec.act = act;
